@@ -1,0 +1,106 @@
+"""The settings of an engine and of a request."""
+
+import math
+from dataclasses import dataclass
+
+MAX_BUDGET = 1024
+MAX_SLOTS = 256
+MAX_STOP_IDS = 8
+
+
+def _check(owner: str, field: str, value: float, low: float, high: float) -> None:
+    """Raises ValueError, naming field, value and limits, unless low <= value <= high (NaN never is)."""
+    if not low <= value <= high:
+        raise ValueError(f"{owner}.{field}: found {value}, expected {low} to {high}")
+
+
+@dataclass(frozen=True)
+class SpeculationConfig:
+    """How a round drafts.
+
+    Attributes:
+      budget: N, tree nodes verified beside the anchor; 0 decodes plainly.
+      top_k_cap: K, the drafter's best tokens considered at each depth. With K = 1 the tree is a chain.
+      draft_length: L, tokens drafted in one pass; None takes all that the drafter's block gives, fewer is allowed.
+      rounds_per_call: rounds run by one compiled call.
+    """
+
+    budget: int = 16
+    top_k_cap: int = 16
+    draft_length: int | None = None
+    rounds_per_call: int = 1
+
+    def __post_init__(self) -> None:
+        _check("SpeculationConfig", "budget", self.budget, 0, MAX_BUDGET)
+        _check("SpeculationConfig", "top_k_cap", self.top_k_cap, 1, MAX_BUDGET)
+        _check("SpeculationConfig", "rounds_per_call", self.rounds_per_call, 1, 64)
+        if self.draft_length is not None:
+            _check("SpeculationConfig", "draft_length", self.draft_length, 1, MAX_BUDGET)
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """The size of an engine.
+
+    Attributes:
+      devices: size of the mesh.
+      slots: requests decoded at once.
+      page_size: tokens a cache page holds.
+      max_context: tokens (prompt and answer) a request may reach; None takes the target's own limit.
+      cache_tokens: tokens the paged cache holds over all requests; None holds `slots` requests of `max_context`.
+      prefill_chunk: the most prompt tokens of one request that one call processes.
+    """
+
+    devices: int = 1
+    slots: int = 16
+    page_size: int = 16
+    max_context: int | None = None
+    cache_tokens: int | None = None
+    prefill_chunk: int = 512
+
+    def __post_init__(self) -> None:
+        _check("EngineConfig", "devices", self.devices, 1, 1024)
+        _check("EngineConfig", "slots", self.slots, 1, MAX_SLOTS)
+        _check("EngineConfig", "page_size", self.page_size, 1, 1024)
+        _check("EngineConfig", "prefill_chunk", self.prefill_chunk, 1, 16384)
+        if self.max_context is not None:
+            _check("EngineConfig", "max_context", self.max_context, 2, math.inf)
+        if self.cache_tokens is not None:
+            _check("EngineConfig", "cache_tokens", self.cache_tokens, 1, math.inf)
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one request's tokens are chosen.
+
+    Attributes:
+      temperature: 0 takes the most probable token.
+      top_k: keep the k most probable tokens; 0 keeps all.
+      top_p: keep the most probable tokens until their mass reaches this; 1 keeps all.
+      min_p: keep tokens at least this share of the most probable one's probability; 0 keeps all.
+      seed: of the noise; None draws one. Equal seeds give equal tokens, with and without speculation, on any mesh.
+      choice: which of several answers to one prompt this is; part of the noise's key.
+      max_tokens: new tokens at most.
+      stop_token_ids: end the answer, beside the model's own end ids; the stopping token is part of the answer.
+      ignore_eos: do not stop at the model's own end ids.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    choice: int = 0
+    max_tokens: int = 256
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        _check("SamplingParams", "temperature", self.temperature, 0.0, 100.0)
+        _check("SamplingParams", "top_k", self.top_k, 0, 2**31 - 1)
+        _check("SamplingParams", "top_p", self.top_p, 1e-6, 1.0)
+        _check("SamplingParams", "min_p", self.min_p, 0.0, 1.0)
+        _check("SamplingParams", "choice", self.choice, 0, 2**31 - 1)
+        _check("SamplingParams", "max_tokens", self.max_tokens, 1, 2**31 - 1)
+        if self.seed is not None:
+            _check("SamplingParams", "seed", self.seed, 0, 2**32 - 1)

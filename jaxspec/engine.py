@@ -1,0 +1,461 @@
+"""The engine: requests in, tokens out, many at once, driven by compiled programs that are dispatched ahead."""
+
+import collections
+import secrets
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxspec.config import MAX_STOP_IDS, EngineConfig, SamplingParams, SpeculationConfig
+from jaxspec.drafting import MakeDrafting, dflash_drafting
+from jaxspec.memory import available_bytes, cache_bytes_per_token
+from jaxspec.pages import PageAllocator
+from jaxspec.programs import DecodeShape, PrefillShape, Programs, bucket, replicate
+from jaxspec.requests import Completion, Request, RequestOutput
+from jaxspec.round import Caches, RoundResult
+from jaxspec.sampling import level_of
+from jaxspec.state import empty_rows
+from model.cache import empty_cache
+from model.config import check_drafter
+from model.dflash import DFlashDrafter
+from model.tokenizer import Tokenizer
+from sharding.mesh import make_mesh
+
+CALLS_IN_FLIGHT = 2
+SMALLEST_CONTEXT_BUCKET = 256  # tokens
+SMALLEST_PREFILL_BUCKET = 32  # tokens
+PREFILL_TOKENS = 8192  # of all requests in one prefill call
+
+
+class Engine:
+    """Decodes requests on one mesh, with a drafter or without.
+
+    Args:
+      target: module filled with arrays on `mesh`.
+      drafter: module, or None to decode plainly.
+      mesh: one axis, `tensor`.
+      speculation: how rounds draft; may be changed while no request is open.
+      config: sizes.
+      tokenizer: kept for callers; the engine itself deals in token ids.
+      eos_token_ids: end an answer unless the request ignores them; by default the target's own.
+      make_drafting: builds the drafting functions from the drafter module.
+      report: gets a line at each stage of start-up and for each program compiled.
+
+    Raises:
+      ValueError: naming the field, where drafter, target and settings do not fit together, or the cache does not fit
+        into memory.
+    """
+
+    def __init__(
+        self,
+        target: Any,
+        drafter: Any = None,
+        *,
+        mesh: jax.sharding.Mesh,
+        speculation: SpeculationConfig | None = None,
+        config: EngineConfig | None = None,
+        tokenizer: Tokenizer | None = None,
+        eos_token_ids: Sequence[int] | None = None,
+        make_drafting: MakeDrafting = dflash_drafting,
+        report: Callable[[str], None] = lambda line: None,
+    ):
+        self.config = config or EngineConfig()
+        self.target, self.drafter, self.mesh, self.tokenizer = target, drafter, mesh, tokenizer
+        if isinstance(drafter, DFlashDrafter):
+            check_drafter(target.config, drafter.config)
+        self.eos_token_ids = tuple(target.config.eos_token_ids if eos_token_ids is None else eos_token_ids)
+        self.max_context = self._max_context()
+        self.page_count = self._page_count()
+        self._programs = Programs(mesh, target, drafter, make_drafting, report)
+        self._pages = PageAllocator(self.page_count)
+        self._waiting: collections.deque[Request] = collections.deque()
+        self._running: dict[int, Request] = {}  # by slot
+        self._open: dict[int, Request] = {}  # by id
+        self._in_flight: collections.deque[tuple[RoundResult, list[Request]]] = collections.deque()
+        self._next_id = 0
+        self.speculation = speculation or SpeculationConfig()
+        self._caches = self._empty_caches()
+        self._state = replicate(empty_rows(self.config.slots, MAX_STOP_IDS), mesh)
+
+    @classmethod
+    def from_checkpoints(
+        cls,
+        target: Path | str,
+        drafter: Path | str | None = None,
+        *,
+        speculation: SpeculationConfig | None = None,
+        config: EngineConfig | None = None,
+        report: Callable[[str], None] = lambda line: None,
+    ) -> "Engine":
+        """Loads converted checkpoints and builds an engine over them.
+
+        Raises:
+          ValueError: in one line, for a folder that is not a finished converted checkpoint, or models and settings
+            that do not fit together.
+        """
+        from model.loading import load_drafter, load_target
+
+        config = config or EngineConfig()
+        mesh = make_mesh(config.devices)
+        report(f"loading target {target}")
+        target_module = load_target(Path(target), mesh)
+        drafter_module = None
+        if drafter is not None:
+            report(f"loading drafter {drafter}")
+            drafter_module = load_drafter(Path(drafter), mesh, target_module.config)
+        tokenizer = Tokenizer.from_checkpoint(Path(target))
+        return cls(
+            target_module,
+            drafter_module,
+            mesh=mesh,
+            speculation=speculation,
+            config=config,
+            tokenizer=tokenizer,
+            eos_token_ids=tokenizer.eos_token_ids or None,
+            report=report,
+        )
+
+    @property
+    def speculation(self) -> SpeculationConfig:
+        """How rounds draft."""
+        return self._speculation
+
+    @speculation.setter
+    def speculation(self, value: SpeculationConfig) -> None:
+        if self.has_work:
+            raise ValueError(f"speculation: {len(self._open)} request(s) open, expected none when it is changed")
+        if self.drafter is None:
+            value = SpeculationConfig(budget=0, rounds_per_call=value.rounds_per_call)
+        elif value.draft_length is not None and value.draft_length > self.drafter.config.depth:
+            raise ValueError(
+                f"SpeculationConfig.draft_length: found {value.draft_length}, expected 1 to "
+                f"{self.drafter.config.depth}, the drafter's block without its anchor"
+            )
+        if value.budget and value.top_k_cap > self.target.config.vocab_size:
+            raise ValueError(
+                f"SpeculationConfig.top_k_cap: found {value.top_k_cap}, expected at most the vocabulary's "
+                f"{self.target.config.vocab_size}"
+            )
+        self._speculation = value
+
+    @property
+    def depth(self) -> int:
+        """L of the current setting; 0 when decoding plainly."""
+        if not self.speculation.budget:
+            return 0
+        return self.speculation.draft_length or self.drafter.config.depth
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request is unfinished."""
+        return bool(self._open)
+
+    def describe(self) -> list[tuple[str, str]]:
+        """What the engine runs on and with, for a start-up banner."""
+        device = self.mesh.devices.flat[0]
+        replicated = self.target.layout.replicated()
+        page_bytes = cache_bytes_per_token(self.target, self.drafter) * self.config.page_size
+        drafting = f"block {self.drafter.config.block_size}" if isinstance(self.drafter, DFlashDrafter) else "none"
+        return [
+            ("devices", f"{self.mesh.size} × {device.device_kind}"),
+            ("replicated axes", ", ".join(replicated) or "none"),
+            ("target", f"{self.target.config.family}, {_size(self._programs.leaves)}"),
+            ("drafter", drafting),
+            ("budget", f"N={self.speculation.budget}, K={self.speculation.top_k_cap}, L={self.depth}"),
+            ("slots", str(self.config.slots)),
+            ("context", f"{self.max_context} tokens"),
+            (
+                "cache",
+                f"{self.page_count} pages of {self.config.page_size}, {self.page_count * page_bytes / 1e9:.2f} GB",
+            ),
+        ]
+
+    def warm_up(self) -> None:
+        """Compiles and runs the programs that a single short greedy request needs."""
+        sampling = SamplingParams(
+            temperature=0, max_tokens=min(4 * (self.depth + 1), self.max_context - 2), ignore_eos=True
+        )
+        self.generate([[0, 0]], sampling)
+
+    def add(self, prompt: Sequence[int], sampling: SamplingParams | None = None) -> int:
+        """Queues a request and returns its id.
+
+        Raises:
+          ValueError: naming field, value and limit, for a prompt that is empty, too long or holds an id out of range.
+        """
+        sampling = sampling or SamplingParams()
+        prompt = [int(token) for token in prompt]
+        vocab = self.target.config.vocab_size
+        if not prompt:
+            raise ValueError("prompt: found 0 tokens, expected at least 1")
+        if len(prompt) >= self.max_context:
+            raise ValueError(
+                f"prompt: found {len(prompt)} tokens, expected at most {self.max_context - 1} (context limit)"
+            )
+        if wrong := [token for token in prompt if not 0 <= token < vocab]:
+            raise ValueError(f"prompt: found token id {wrong[0]}, expected 0 to {vocab - 1}")
+        stop_ids = tuple(
+            dict.fromkeys([*([] if sampling.ignore_eos else self.eos_token_ids), *sampling.stop_token_ids])
+        )
+        if len(stop_ids) > MAX_STOP_IDS:
+            raise ValueError(
+                f"stop_token_ids: found {len(stop_ids)} with the model's own, expected at most {MAX_STOP_IDS}"
+            )
+        limit = min(sampling.max_tokens, self.max_context - len(prompt))
+        needed = self._pages_for(len(prompt) + limit)
+        if needed > self.page_count:
+            raise ValueError(f"prompt: needs {needed} cache pages with its answer, expected at most {self.page_count}")
+        seed = secrets.randbits(32) if sampling.seed is None else sampling.seed
+        request = Request(self._next_id, prompt, sampling, limit, seed, stop_ids)
+        self._next_id += 1
+        self._waiting.append(request)
+        self._open[request.id] = request
+        return request.id
+
+    def abort(self, request_id: int) -> None:
+        """Ends a request; its slot and pages are free for the next call. The next `step` reports it."""
+        request = self._open.get(request_id)
+        if request is None:
+            raise ValueError(f"request_id: found {request_id}, expected an open request")
+        request.finish_reason = "abort"
+
+    def step(self) -> list[RequestOutput]:
+        """Dispatches what can run next, reads back the oldest call once two are in flight, and returns what is new."""
+        outputs = self._drop_aborted()
+        self._assign_slots()
+        self._dispatch_prefill()
+        dispatched = len(self._in_flight) < CALLS_IN_FLIGHT and self._dispatch_decode(outputs)
+        if self._in_flight and (len(self._in_flight) == CALLS_IN_FLIGHT or not dispatched):
+            self._collect(outputs)
+        return outputs
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[Completion]:
+        """Runs prompts to their ends and returns the answers in order."""
+        if sampling is None or isinstance(sampling, SamplingParams):
+            sampling = [sampling or SamplingParams()] * len(prompts)
+        if len(sampling) != len(prompts):
+            raise ValueError(f"sampling: found {len(sampling)}, expected one for each of {len(prompts)} prompts")
+        ids = [self.add(prompt, one) for prompt, one in zip(prompts, sampling, strict=True)]
+        tokens: dict[int, list[int]] = {request_id: [] for request_id in ids}
+        done: dict[int, Completion] = {}
+        while len(done) < len(ids):
+            for output in self.step():
+                if output.request_id not in tokens:
+                    continue
+                tokens[output.request_id] += output.tokens
+                if output.finish_reason is not None and output.statistics is not None:
+                    done[output.request_id] = Completion(
+                        tokens[output.request_id], output.finish_reason, output.statistics
+                    )
+        return [done[request_id] for request_id in ids]
+
+    # Sizes
+
+    def _max_context(self) -> int:
+        limit = self.target.config.max_position_embeddings
+        if self.drafter is not None and isinstance(self.drafter, DFlashDrafter):
+            limit = min(limit, self.drafter.config.max_position_embeddings)
+        wanted = self.config.max_context or limit
+        if wanted > limit:
+            raise ValueError(f"EngineConfig.max_context: found {wanted}, expected at most the models' {limit}")
+        return wanted
+
+    def _page_count(self) -> int:
+        tokens = self.config.cache_tokens or self.config.slots * self.max_context
+        pages = self._pages_for(tokens)
+        needed = pages * self.config.page_size * cache_bytes_per_token(self.target, self.drafter)
+        free = available_bytes(self.mesh)
+        if free is not None and needed > free:
+            raise ValueError(
+                f"cache_tokens: {tokens} tokens need {needed / 1e9:.2f} GB of memory a device, found {free / 1e9:.2f} GB "
+                "free; lower slots, max_context or cache_tokens"
+            )
+        return pages
+
+    def _empty_caches(self) -> Caches:
+        def pools(module: Any) -> Any:
+            dtype = self._programs.leaves[0].dtype
+            return empty_cache(
+                module.cache_rows, self.page_count, self.config.page_size, module.layout, self.mesh, dtype
+            )
+
+        return Caches(target=pools(self.target), drafter=() if self.drafter is None else pools(self.drafter))
+
+    def _pages_for(self, tokens: int) -> int:
+        return -(-tokens // self.config.page_size)
+
+    def _page_bucket(self, requests: list[Request]) -> int:
+        smallest = max(1, SMALLEST_CONTEXT_BUCKET // self.config.page_size)
+        return bucket(max(len(r.pages) for r in requests), self._pages_for(self.max_context), smallest)
+
+    def _page_table(self, requests: list[Request], batch: int, width: int) -> np.ndarray:
+        table = np.full((batch, width), self.page_count, np.int32)  # one past the last page: nobody's
+        for row, request in enumerate(requests):
+            table[row, : len(request.pages)] = request.pages
+        return table
+
+    # Scheduling
+
+    def _drop_aborted(self) -> list[RequestOutput]:
+        outputs: list[RequestOutput] = []
+        for request in [r for r in self._open.values() if r.finish_reason == "abort"]:
+            if request in self._waiting:
+                self._waiting.remove(request)
+            self._close(request, outputs, [])
+        return outputs
+
+    def _assign_slots(self) -> None:
+        """Gives waiting requests slots and the pages of their prompts, first come first served."""
+        free = [slot for slot in range(self.config.slots) if slot not in self._running]
+        while self._waiting and free:
+            request = self._waiting[0]
+            if not self._reserve(request, self.speculation.rounds_per_call):
+                return
+            self._waiting.popleft()
+            request.slot = free.pop(0)
+            self._running[request.slot] = request
+            if request.to_prefill == 0:
+                self._admit([request])
+
+    def _reserve(self, request: Request, more_rounds: int) -> bool:
+        """Makes sure that the request's pages hold whatever the dispatched and the next rounds can commit."""
+        missing = self._pages_for(request.reach(self.depth + 1, more_rounds)) - len(request.pages)
+        pages = self._pages.take(max(missing, 0))
+        if pages is None:
+            return False
+        request.pages += pages
+        return True
+
+    def _dispatch_prefill(self) -> None:
+        """Processes the next chunk of every prompt that is not done, as far as one call's bound allows."""
+        pending = [r for r in self._running.values() if r.to_prefill > 0]
+        if not pending:
+            return
+        longest = min(max(r.to_prefill for r in pending), self.config.prefill_chunk)
+        chunk = bucket(longest, self.config.prefill_chunk, SMALLEST_PREFILL_BUCKET)
+        pending = pending[: max(1, PREFILL_TOKENS // chunk)]
+        batch = bucket(len(pending), self.config.slots)
+        pending = pending[:batch]
+        width = self._page_bucket(pending)
+        tokens = np.zeros((batch, chunk), np.int32)
+        start, count = np.zeros(batch, np.int32), np.zeros(batch, np.int32)
+        for row, request in enumerate(pending):
+            part = request.sequence[request.prefilled : request.prefilled + min(request.to_prefill, chunk)]
+            tokens[row, : len(part)] = part
+            start[row], count[row] = request.prefilled, len(part)
+        table = self._page_table(pending, batch, width)
+        self._caches = self._programs.prefill(
+            PrefillShape(batch, width, chunk), self._caches, tokens, start, count, table
+        )
+        for row, request in enumerate(pending):
+            request.prefilled += int(count[row])
+        self._admit([r for r in pending if r.to_prefill == 0])
+
+    def _admit(self, requests: list[Request]) -> None:
+        """Tells the device about requests whose context is in the cache."""
+        if not requests:
+            return
+        slots = np.full(self.config.slots, self.config.slots, np.int32)
+        rows = empty_rows(self.config.slots, MAX_STOP_IDS)
+        for row, request in enumerate(requests):
+            slots[row] = request.slot
+            rows.anchor[row] = request.sequence[-1]
+            rows.length[row] = len(request.sequence) - 1
+            rows.remaining[row] = request.limit - len(request.generated)
+            rows.finished[row] = False
+            rows.stop_ids[row, : len(request.stop_ids)] = request.stop_ids
+            for name in ("temperature", "top_p", "min_p", "top_k", "choice"):
+                getattr(rows, name)[row] = getattr(request.sampling, name)
+            rows.seed[row] = request.seed
+        self._state = self._programs.admit(self._state, slots, rows)
+
+    def _dispatch_decode(self, outputs: list[RequestOutput]) -> bool:
+        """Dispatches one call for the requests that decode; False where there are none."""
+        rounds = self.speculation.rounds_per_call
+        for request in self._decoding():
+            while request.slot is not None and not self._reserve(request, rounds):
+                self._make_room(outputs)
+        requests = self._decoding()
+        if not requests:
+            return False
+        batch = bucket(len(requests), self.config.slots)
+        width = self._page_bucket(requests)
+        level = max(level_of(r.sampling) for r in requests)
+        slots = np.full(batch, self.config.slots, np.int32)
+        slots[: len(requests)] = [r.slot for r in requests]
+        capacity = np.zeros(batch, np.int32)
+        capacity[: len(requests)] = [len(r.pages) * self.config.page_size for r in requests]
+        shape = DecodeShape(batch, width, level, self.speculation)
+        self._caches, self._state, result = self._programs.decode(
+            shape, self._caches, self._state, slots, self._page_table(requests, batch, width), capacity
+        )
+        for array in jax.tree.leaves(result):
+            array.copy_to_host_async()
+        for request in requests:
+            request.in_flight += rounds
+        self._in_flight.append((result, requests))
+        return True
+
+    def _decoding(self) -> list[Request]:
+        return [r for r in self._running.values() if r.to_prefill <= 0 and not r.certain_to_finish]
+
+    def _make_room(self, outputs: list[RequestOutput]) -> None:
+        """Frees pages: reads back every call in flight, then, if none ended a request, pauses the youngest.
+
+        A paused request goes back to the head of the queue with what it has produced; noise is keyed by position, so it
+        resumes with the very tokens it would have had.
+        """
+        free = self._pages.free
+        while self._in_flight:
+            self._collect(outputs)
+        if self._pages.free > free:
+            return
+        youngest = max(self._running.values(), key=lambda r: r.id)
+        self._release(youngest)
+        youngest.prefilled = 0
+        self._waiting.appendleft(youngest)
+
+    def _collect(self, outputs: list[RequestOutput]) -> None:
+        """Reads back the oldest call in flight."""
+        result, requests = self._in_flight.popleft()
+        tokens, counts, accepted, drafted, finished = (
+            np.asarray(x) for x in (result.tokens, result.count, result.accepted, result.drafted, result.finished)
+        )  # [rounds, batch, ...]
+        depth = tokens.shape[-1] - 1
+        for row, request in enumerate(requests):
+            request.in_flight -= len(tokens)
+            if request.id not in self._open or request.finish_reason is not None:
+                continue
+            new: list[int] = []
+            for index in np.flatnonzero(counts[:, row]):
+                count = int(counts[index, row])
+                new += tokens[index, row, :count].tolist()
+                request.statistics.record(count, int(accepted[index, row]), int(drafted[index, row]), depth)
+            request.generated += new
+            request.prefilled += len(new)
+            if finished[-1, row]:
+                request.finish_reason = "stop" if request.generated[-1] in request.stop_ids else "length"
+                self._close(request, outputs, new)
+            elif new:
+                outputs.append(RequestOutput(request.id, new))
+
+    def _close(self, request: Request, outputs: list[RequestOutput], new: list[int]) -> None:
+        self._release(request)
+        del self._open[request.id]
+        outputs.append(RequestOutput(request.id, new, request.finish_reason, request.statistics))
+
+    def _release(self, request: Request) -> None:
+        if request.slot is not None:
+            del self._running[request.slot]
+        request.slot = None
+        self._pages.give_back(request.pages)
+        request.pages = []
+
+
+def _size(leaves: tuple[jax.Array, ...]) -> str:
+    return f"{sum(leaf.nbytes for leaf in leaves) / 1e9:.2f} GB of weights, {leaves[0].dtype}"

@@ -1,0 +1,38 @@
+"""Bytes: what a cache needs and what is there."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def cache_bytes_per_token(target: Any, drafter: Any) -> int:
+    """Bytes that one token of context takes on one device, in the target's cache and the drafter's."""
+    total = 0
+    for module in (target, drafter):
+        if module is None:
+            continue
+        for layer in module.cache_rows:
+            for row in layer:
+                split = any(axis and module.layout.splits(axis) for axis in row.axes)
+                itemsize = jnp.dtype(target.embed_tokens.weight.dtype).itemsize
+                total += int(np.prod(row.shape)) * itemsize // (module.layout.devices if split else 1)
+    return total
+
+
+def available_bytes(mesh: jax.sharding.Mesh) -> int | None:
+    """Free memory of the fullest device; of the host, shared by the mesh, where devices are CPUs; None where unknown."""
+    if mesh.devices.flat[0].platform != "cpu":
+        statistics = [device.memory_stats() for device in mesh.devices.flat]
+        if not all(statistics):
+            return None
+        return min(s["bytes_limit"] - s["bytes_in_use"] for s in statistics)
+    information = Path("/proc/meminfo")
+    if not information.exists():
+        return None
+    for line in information.read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024 // mesh.size
+    return None

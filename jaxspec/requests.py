@@ -1,0 +1,123 @@
+"""A request inside the engine, and what comes out of it."""
+
+from dataclasses import dataclass, field
+
+from jaxspec.config import SamplingParams
+
+
+@dataclass
+class RequestStatistics:
+    """What speculation did for one request.
+
+    Attributes:
+      rounds: target passes that produced a token.
+      produced: tokens.
+      drafted: tree nodes verified.
+      accepted_lengths: how many rounds accepted exactly d drafted tokens, at index d.
+    """
+
+    rounds: int = 0
+    produced: int = 0
+    drafted: int = 0
+    accepted_lengths: list[int] = field(default_factory=list)
+
+    def record(self, count: int, accepted: int, drafted: int, depth: int) -> None:
+        """Adds one round of a drafter that drafts `depth` tokens."""
+        self.accepted_lengths += [0] * (depth + 1 - len(self.accepted_lengths))
+        self.rounds += 1
+        self.produced += count
+        self.drafted += drafted
+        self.accepted_lengths[accepted] += 1
+
+    def merge(self, other: "RequestStatistics") -> None:
+        """Adds another request's numbers."""
+        self.accepted_lengths += [0] * (len(other.accepted_lengths) - len(self.accepted_lengths))
+        self.rounds += other.rounds
+        self.produced += other.produced
+        self.drafted += other.drafted
+        for depth, rounds in enumerate(other.accepted_lengths):
+            self.accepted_lengths[depth] += rounds
+
+    @property
+    def tau(self) -> float:
+        """τ, tokens committed per target pass."""
+        return self.produced / self.rounds if self.rounds else 0.0
+
+    @property
+    def acceptance_by_depth(self) -> list[float]:
+        """Share of rounds that accepted at least d drafted tokens, for d = 1, 2, …"""
+        return [sum(self.accepted_lengths[d:]) / self.rounds for d in range(1, len(self.accepted_lengths))]
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """What one step brought for one request.
+
+    Attributes:
+      tokens: the new ones.
+      finish_reason: "stop", "length" or "abort" with the last output, else None.
+      statistics: with the last output.
+    """
+
+    request_id: int
+    tokens: list[int]
+    finish_reason: str | None = None
+    statistics: RequestStatistics | None = None
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A request's whole answer."""
+
+    tokens: list[int]
+    finish_reason: str
+    statistics: RequestStatistics
+
+
+@dataclass(eq=False)
+class Request:
+    """The engine's own record of a request.
+
+    Attributes:
+      limit: new tokens at most, context included.
+      seed: of the noise, drawn if the caller set none.
+      generated: new tokens read back so far.
+      pages: cache pages held.
+      prefilled: tokens of `sequence` whose processing has been dispatched.
+      in_flight: rounds dispatched and not read back.
+    """
+
+    id: int
+    prompt: list[int]
+    sampling: SamplingParams
+    limit: int
+    seed: int
+    stop_ids: tuple[int, ...]
+    generated: list[int] = field(default_factory=list)
+    slot: int | None = None
+    pages: list[int] = field(default_factory=list)
+    prefilled: int = 0
+    in_flight: int = 0
+    finish_reason: str | None = None
+    statistics: RequestStatistics = field(default_factory=RequestStatistics)
+
+    @property
+    def sequence(self) -> list[int]:
+        """Prompt and answer so far; its last token is the anchor."""
+        return self.prompt + self.generated
+
+    @property
+    def to_prefill(self) -> int:
+        """Tokens before the anchor that still have to be processed."""
+        return len(self.prompt) + len(self.generated) - 1 - self.prefilled
+
+    def reach(self, tokens_per_round: int, more_rounds: int = 0) -> int:
+        """The most tokens of context that the dispatched rounds, and `more_rounds`, can commit."""
+        rounds = self.in_flight + more_rounds
+        done = len(self.prompt) + len(self.generated) - 1
+        return min(done + rounds * tokens_per_round, len(self.prompt) + self.limit)
+
+    @property
+    def certain_to_finish(self) -> bool:
+        """Whether the rounds in flight use up the limit, since each produces a token at least."""
+        return len(self.generated) + self.in_flight >= self.limit

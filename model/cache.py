@@ -1,0 +1,91 @@
+"""The paged cache: pools of pages, read through a page table, written only by a commit.
+
+A cache is a tuple with one entry a layer, each a tuple of pools `[pages, page_size, ...]` (keys and values for ordinary
+attention). Target and drafter have pools of their own and share the page table, so position p of a sequence lives in
+page `page_table[p // page_size]` of every pool. An entry that holds no page is `pages`, one past the last: reads there
+are clipped and masked by length, writes are dropped.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from model.batch import LayerRows
+from sharding.layout import Layout
+
+PagedCache = tuple[tuple[jax.Array, ...], ...]
+
+
+@dataclass(frozen=True)
+class RowSpec:
+    """What one pool holds for one token: shape and the logical name of each dimension."""
+
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]
+
+
+def key_value_rows(layers: int, kv_heads: int, head_dim: int) -> tuple[tuple[RowSpec, ...], ...]:
+    """The cache of ordinary attention: a key and a value of every K/V head, in every layer."""
+    row = RowSpec((kv_heads, head_dim), ("kv_heads", None))
+    return ((row, row),) * layers
+
+
+def empty_cache(
+    specs: tuple[tuple[RowSpec, ...], ...],
+    pages: int,
+    page_size: int,
+    layout: Layout,
+    mesh: jax.sharding.Mesh,
+    dtype: Any,
+) -> PagedCache:
+    """Pools of zeros, `[pages, page_size, *row]`, split over the mesh as the layout says."""
+
+    def pool(spec: RowSpec) -> jax.Array:
+        sharding = jax.sharding.NamedSharding(mesh, layout.spec((None, None, *spec.axes)))
+        return jnp.zeros((pages, page_size, *spec.shape), dtype, device=sharding)
+
+    return jax.tree.map(pool, specs, is_leaf=lambda node: isinstance(node, RowSpec))
+
+
+def context_rows(pool: jax.Array, page_table: jax.Array) -> jax.Array:
+    """Gathers each sequence's context in order of position.
+
+    Args:
+      pool: [pages, page_size, ...].
+      page_table: int32 [batch, width].
+    Returns:
+      [batch, width * page_size, ...]; rows at or past the context's length are whatever the pages held.
+    """
+    rows = pool.at[page_table].get(mode="clip")
+    return rows.reshape(rows.shape[0], rows.shape[1] * rows.shape[2], *rows.shape[3:])
+
+
+def write_rows(
+    cache: PagedCache,
+    rows: tuple[LayerRows, ...],
+    page_table: jax.Array,
+    positions: jax.Array,
+    keep: jax.Array,
+) -> PagedCache:
+    """Writes the kept rows at their positions, in place where the cache is donated.
+
+    Args:
+      rows: for each layer, arrays [batch, rows, ...].
+      page_table: int32 [batch, width].
+      positions: int32 [batch, rows].
+      keep: bool [batch, rows]; the other rows leave no trace.
+    """
+    if not cache:
+        return cache
+    pages, page_size = cache[0][0].shape[:2]
+    page = jnp.take_along_axis(page_table, positions // page_size, axis=1, mode="fill", fill_value=pages)
+    slots = jnp.where(keep, page * page_size + positions % page_size, pages * page_size).reshape(-1)
+
+    def write(pool: jax.Array, new: jax.Array) -> jax.Array:
+        flat = pool.reshape(pages * page_size, *pool.shape[2:])
+        new = new.reshape(-1, *new.shape[2:]).astype(pool.dtype)
+        return flat.at[slots].set(new, mode="drop").reshape(pool.shape)
+
+    return jax.tree.map(write, cache, rows)

@@ -1,0 +1,273 @@
+"""Arrays on disk: a manifest, and parts of bounded size that Orbax writes and each device reads its slice of.
+
+A checkpoint is a folder with `jaxspec.json` (the manifest and the sign that the folder is complete) and `params/PART`,
+one Orbax checkpoint a part. Consecutive tensors share a part until it is full; a tensor larger than a part is cut into
+slabs along the axis that a mesh would split.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from orbax.checkpoint import v1 as ocp
+
+FORMAT_VERSION = 1
+MANIFEST = "jaxspec.json"
+PARAMS = "params"
+MAX_PART_BYTES = 512 * 10**6
+CHUNK_BYTES = (
+    16 * 2**20
+)  # What one read fetches at least: small against a part, so a device reads little but its slice.
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One stored array; `axis` is the one it is cut along if it does not fit a part."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    axis: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return int(np.prod(self.shape)) * jnp.dtype(self.dtype).itemsize
+
+
+@dataclass(frozen=True)
+class Slab:
+    """The indices `start` to `stop` of a tensor along its axis; most slabs are whole tensors."""
+
+    tensor: Tensor
+    start: int
+    stop: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The slab's own shape."""
+        axis = self.tensor.axis
+        return (*self.tensor.shape[:axis], self.stop - self.start, *self.tensor.shape[axis + 1 :])
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self.tensor.nbytes // self.tensor.shape[self.tensor.axis] * (self.stop - self.start)
+
+    @property
+    def whole(self) -> bool:
+        """Whether this is all of its tensor."""
+        return self.shape == self.tensor.shape
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one Orbax checkpoint holds: slabs of different tensors, stored under their tensors' names."""
+
+    name: str
+    slabs: tuple[Slab, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the arrays in bytes."""
+        return sum(slab.nbytes for slab in self.slabs)
+
+
+Digests = Mapping[str, str]  # of one part: tensor name → sha256 of the slab's bytes, row-major, little-endian
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A checkpoint's contents: its parts, their digests, and what the writer said about them (`about`)."""
+
+    about: Mapping[str, Any]
+    parts: tuple[Part, ...]
+    digests: Mapping[str, Digests]
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """All tensors by name."""
+        return {slab.tensor.name: slab.tensor for part in self.parts for slab in part.slabs}
+
+
+def partition(groups: Iterable[Sequence[Tensor]], max_part_bytes: int = MAX_PART_BYTES) -> tuple[Part, ...]:
+    """Deals tensors into parts of at most `max_part_bytes`, in order; a group is kept together where it fits one."""
+    parts: list[list[Slab]] = [[]]
+
+    def add(slabs: Sequence[Slab]) -> None:
+        if parts[-1] and sum(s.nbytes for s in (*parts[-1], *slabs)) > max_part_bytes:
+            parts.append([])
+        parts[-1].extend(slabs)
+
+    for group in groups:
+        if sum(tensor.nbytes for tensor in group) <= max_part_bytes:
+            add([Slab(tensor, 0, tensor.shape[tensor.axis]) for tensor in group])
+            continue
+        for tensor in group:
+            length = tensor.shape[tensor.axis]
+            count = -(-length // max(1, max_part_bytes * length // tensor.nbytes))
+            bounds = [length * i // count for i in range(count + 1)]
+            for start, stop in zip(bounds, bounds[1:], strict=False):
+                add([Slab(tensor, start, stop)])
+    return tuple(Part(f"{index:05d}", tuple(slabs)) for index, slabs in enumerate(parts) if slabs)
+
+
+def write_part(folder: Path, part: Part, arrays: Mapping[str, np.ndarray]) -> Digests:
+    """Writes one part into `folder` (it appears whole or not at all) and returns its digests."""
+    with _orbax():
+        ocp.save(_part_path(folder, part).absolute(), dict(arrays))
+    return {name: digest(array) for name, array in arrays.items()}
+
+
+def digest(array: np.ndarray) -> str:
+    """sha256 of an array's bytes."""
+    return hashlib.sha256(np.ascontiguousarray(array).view(np.uint8).data).hexdigest()
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Writes `jaxspec.json`, the last file of a checkpoint."""
+    rows: dict[str, dict[str, Any]] = {}
+    for part in manifest.parts:
+        for slab in part.slabs:
+            tensor = slab.tensor
+            row = rows.setdefault(
+                tensor.name,
+                {"name": tensor.name, "shape": tensor.shape, "dtype": tensor.dtype, "axis": tensor.axis, "slabs": []},
+            )
+            sha256 = manifest.digests[part.name][tensor.name]
+            row["slabs"].append({"part": part.name, "start": slab.start, "stop": slab.stop, "sha256": sha256})
+    table = {"format": FORMAT_VERSION, **manifest.about, "tensors": list(rows.values())}
+    unfinished = folder / (MANIFEST + ".tmp")
+    unfinished.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+    unfinished.replace(folder / MANIFEST)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Reads `jaxspec.json`.
+
+    Raises:
+      ValueError: in one line, if the folder is not a complete checkpoint, or the manifest is damaged or of another
+        format version.
+    """
+    if not (folder / MANIFEST).is_file():
+        partial = partial_folder(folder)
+        hint = (
+            f"its conversion is unfinished ({partial}), continue it with --resume" if partial.is_dir() else "convert it"
+        )
+        raise ValueError(f"{folder}: no {MANIFEST}, so not a converted checkpoint; {hint}")
+    try:
+        table = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        version = table.pop("format")
+        if version != FORMAT_VERSION:
+            raise ValueError(f"format: found {version}, expected {FORMAT_VERSION}; convert it again")
+        parts: dict[str, list[Slab]] = {}
+        digests: dict[str, dict[str, str]] = {}
+        for row in table.pop("tensors"):
+            tensor = Tensor(row["name"], tuple(row["shape"]), jnp.dtype(row["dtype"]).name, row["axis"])
+            for piece in row["slabs"]:
+                parts.setdefault(piece["part"], []).append(Slab(tensor, piece["start"], piece["stop"]))
+                digests.setdefault(piece["part"], {})[tensor.name] = piece["sha256"]
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{folder / MANIFEST}: damaged or of another version: {_one_line(error)}") from error
+    return Manifest(table, tuple(Part(name, tuple(parts[name])) for name in sorted(parts)), digests)
+
+
+def load_arrays(
+    folder: Path,
+    manifest: Manifest,
+    dtype: Any,
+    sharding: Callable[[Tensor], jax.sharding.Sharding],
+) -> dict[str, jax.Array]:
+    """Reads every tensor, cast to `dtype`, onto the devices that `sharding` names; each device gets its own slice.
+
+    Raises:
+      ValueError: naming the part, if it is missing or damaged.
+    """
+    arrays: dict[str, jax.Array] = {}
+    pending: dict[str, list[tuple[Slab, np.ndarray]]] = {}
+    for part in manifest.parts:
+        wanted = {
+            slab.tensor.name: jax.ShapeDtypeStruct(slab.shape, dtype, sharding=sharding(slab.tensor))
+            if slab.whole
+            else np.empty(slab.shape, dtype)
+            for slab in part.slabs
+        }
+        read = _read(folder, part, wanted)
+        for slab in part.slabs:
+            name = slab.tensor.name
+            if slab.whole:
+                arrays[name] = read[name]
+                continue
+            pending.setdefault(name, []).append((slab, read[name]))
+            if slab.stop == slab.tensor.shape[slab.tensor.axis]:
+                arrays[name] = _join(slab.tensor, pending.pop(name), sharding(slab.tensor))
+    return arrays
+
+
+def verify(folder: Path, manifest: Manifest, progress: Callable[[Part], None] = lambda part: None) -> None:
+    """Reads every part back and compares digests.
+
+    Raises:
+      ValueError: naming the part and tensor that differs or cannot be read.
+    """
+    for part in manifest.parts:
+        read = _read(folder, part, {s.tensor.name: np.empty(s.shape, s.tensor.dtype) for s in part.slabs})
+        for name, expected in manifest.digests[part.name].items():
+            if digest(read[name]) != expected:
+                raise ValueError(
+                    f"{_part_path(folder, part)}: {name} differs from its digest: damaged, convert it again"
+                )
+        progress(part)
+
+
+def partial_folder(folder: Path) -> Path:
+    """Where a checkpoint is written until it is complete."""
+    return folder.with_name(folder.name + ".partial")
+
+
+def _part_path(folder: Path, part: Part) -> Path:
+    return folder / PARAMS / part.name
+
+
+def _read(folder: Path, part: Part, wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """Restores a part as the abstract arrays in `wanted` say (on devices, or as NumPy arrays)."""
+    path = _part_path(folder, part)
+    try:
+        with _orbax():
+            return ocp.load(path.absolute(), dict(wanted))
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        raise ValueError(f"{path}: cannot be read, convert it again: {_one_line(error)}") from error
+
+
+def _join(tensor: Tensor, slabs: list[tuple[Slab, np.ndarray]], sharding: jax.sharding.Sharding) -> jax.Array:
+    """Puts a tensor's slabs on the devices, each device's slice joined from the slabs that it crosses."""
+
+    def local(index: tuple[slice, ...]) -> np.ndarray:
+        before, after = index[: tensor.axis], index[tensor.axis + 1 :]
+        start, stop, _ = index[tensor.axis].indices(tensor.shape[tensor.axis])
+        crossed = [
+            array[(*before, slice(max(start - slab.start, 0), stop - slab.start), *after)]
+            for slab, array in slabs
+            if slab.start < stop and start < slab.stop
+        ]
+        return np.concatenate(crossed, axis=tensor.axis)
+
+    return jax.make_array_from_callback(tensor.shape, sharding, local)
+
+
+def _orbax() -> ocp.Context:
+    context = ocp.Context()
+    context.array.saving.use_compression = False  # Weights barely compress, and it costs most of the time.
+    context.array.saving.storage_options.chunk_byte_size = CHUNK_BYTES
+    context.memory.deepcopy_host_arrays = False  # The save has ended before its arrays are touched again.
+    return context
+
+
+def _one_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

@@ -37,7 +37,7 @@ MakeDrafting = Callable[..., Drafting]
 
 
 def dflash_drafting(drafter: DFlashDrafter, target: LlamaForCausalLM, length: int, top_k_cap: int) -> Drafting:
-    """DFlash: one pass over [anchor, mask × length], the target's own embedding and head (arXiv 2602.06036, section 4)."""
+    """DFlash: one pass over [anchor, mask × length], with the target's embedding and head (arXiv 2602.06036)."""
 
     def propose(state: DecodeState, cache: PagedCache, page_table: jax.Array) -> Candidates:
         block = target.embed(drafter.block_tokens(state.anchor, length))

@@ -272,8 +272,8 @@ class Engine:
         free = available_bytes(self.mesh)
         if free is not None and needed > free:
             raise ValueError(
-                f"cache_tokens: {tokens} tokens need {needed / 1e9:.2f} GB of memory a device, found {free / 1e9:.2f} GB "
-                "free; lower slots, max_context or cache_tokens"
+                f"cache_tokens: {tokens} tokens need {needed / 1e9:.2f} GB a device, found {free / 1e9:.2f} GB free; "
+                "lower slots, max_context or cache_tokens"
             )
         return pages
 
@@ -363,7 +363,7 @@ class Engine:
         slots = np.full(self.config.slots, self.config.slots, np.int32)
         rows = empty_rows(self.config.slots, MAX_STOP_IDS)
         for row, request in enumerate(requests):
-            slots[row] = request.slot
+            slots[row] = request.slot or 0
             rows.anchor[row] = request.sequence[-1]
             rows.length[row] = len(request.sequence) - 1
             rows.remaining[row] = request.limit - len(request.generated)
@@ -387,7 +387,7 @@ class Engine:
         width = self._page_bucket(requests)
         level = max(level_of(r.sampling) for r in requests)
         slots = np.full(batch, self.config.slots, np.int32)
-        slots[: len(requests)] = [r.slot for r in requests]
+        slots[: len(requests)] = [r.slot or 0 for r in requests]
         capacity = np.zeros(batch, np.int32)
         capacity[: len(requests)] = [len(r.pages) * self.config.page_size for r in requests]
         shape = DecodeShape(batch, width, level, self.speculation)

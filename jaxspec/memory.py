@@ -23,7 +23,7 @@ def cache_bytes_per_token(target: Any, drafter: Any) -> int:
 
 
 def available_bytes(mesh: jax.sharding.Mesh) -> int | None:
-    """Free memory of the fullest device; of the host, shared by the mesh, where devices are CPUs; None where unknown."""
+    """Free memory of the fullest device; each device's share of the host's where they are CPUs; None if unknown."""
     if mesh.devices.flat[0].platform != "cpu":
         statistics = [device.memory_stats() for device in mesh.devices.flat]
         if not all(statistics):

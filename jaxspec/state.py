@@ -2,6 +2,7 @@
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,19 +41,20 @@ class DecodeState:
 
 def empty_rows(slots: int, max_stop_ids: int) -> DecodeState:
     """Finished rows as NumPy arrays, for the host to fill in."""
-    return DecodeState(
-        anchor=np.zeros(slots, np.int32),
-        length=np.zeros(slots, np.int32),
-        remaining=np.zeros(slots, np.int32),
-        finished=np.ones(slots, bool),
-        stop_ids=np.full((slots, max_stop_ids), -1, np.int32),
-        temperature=np.zeros(slots, np.float32),
-        top_p=np.ones(slots, np.float32),
-        min_p=np.zeros(slots, np.float32),
-        top_k=np.zeros(slots, np.int32),
-        seed=np.zeros(slots, np.uint32),
-        choice=np.zeros(slots, np.int32),
-    )
+    rows: dict[str, Any] = {
+        "anchor": np.zeros(slots, np.int32),
+        "length": np.zeros(slots, np.int32),
+        "remaining": np.zeros(slots, np.int32),
+        "finished": np.ones(slots, bool),
+        "stop_ids": np.full((slots, max_stop_ids), -1, np.int32),
+        "temperature": np.zeros(slots, np.float32),
+        "top_p": np.ones(slots, np.float32),
+        "min_p": np.zeros(slots, np.float32),
+        "top_k": np.zeros(slots, np.int32),
+        "seed": np.zeros(slots, np.uint32),
+        "choice": np.zeros(slots, np.int32),
+    }
+    return DecodeState(**rows)
 
 
 def take_slots(state: DecodeState, slots: jax.Array) -> DecodeState:

@@ -20,7 +20,7 @@ def rotary_tables(positions: jax.Array, inverse_frequencies: np.ndarray) -> tupl
 
 
 def rotate(x: jax.Array, tables: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Rotary embedding, half-rotation order (dimension i pairs with i + head_dim / 2); x [batch, rows, heads, head_dim]."""
+    """Rotary embedding of x [batch, rows, heads, head_dim]; dimension i pairs with i + head_dim / 2."""
     cos, sin = tables
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
@@ -107,7 +107,7 @@ class Attention(nnx.Module):
         return rotate(self.q_norm(q) if self.qk_norm else q, tables)
 
     def keys_values(self, x: jax.Array, tables: tuple[jax.Array, jax.Array]) -> LayerRows:
-        """[batch, rows, hidden] → the cache rows: normed and rotated keys, and values, [batch, rows, kv_heads, head_dim]."""
+        """[batch, rows, hidden] → cache rows: normed, rotated keys and values, [batch, rows, kv_heads, head_dim]."""
         k = self._heads(self.k_proj(x))
         return rotate(self.k_norm(k) if self.qk_norm else k, tables), self._heads(self.v_proj(x))
 

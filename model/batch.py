@@ -4,6 +4,7 @@ One `ForwardBatch` serves prefill, decoding and verification; every mode fills e
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -54,8 +55,8 @@ class ForwardBatch:
                 raise ValueError(f"ForwardBatch.{field}: found {_describe(value)}, expected {expected}")
 
 
-def _describe(value: object) -> str:
-    if not isinstance(value, jax.Array) and not hasattr(value, "dtype"):
+def _describe(value: Any) -> str:
+    if not hasattr(value, "dtype"):
         return repr(value)
     return f"{value.dtype}[{', '.join(map(str, value.shape))}]"
 

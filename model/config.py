@@ -178,7 +178,8 @@ def read_dflash_config(raw: Mapping[str, Any]) -> DFlashConfig:
     kinds = tuple(raw.get("layer_types") or ["full_attention"] * layers)
     if len(kinds) != layers or set(kinds) - {"full_attention", "sliding_attention"}:
         raise ValueError(
-            f"config.json layer_types: found {list(kinds)}, expected {layers} of 'full_attention' or 'sliding_attention'"
+            f"config.json layer_types: found {list(kinds)}, expected {layers}, each 'full_attention' or "
+            "'sliding_attention'"
         )
     sliding = [kind == "sliding_attention" for kind in kinds]
     if any(sliding) and not raw.get("sliding_window"):

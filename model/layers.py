@@ -48,6 +48,7 @@ class Linear(nnx.Module):
         self.weight = weight((outputs, inputs), dtype, axes)
 
     def __call__(self, x: jax.Array, out: Any = None) -> jax.Array:
+        """[..., in] → [..., out], in the dtype `out` (by default that of `x`)."""
         return product("...i,oi->...o", x, self.weight[...], out)
 
 
@@ -59,6 +60,7 @@ class RMSNorm(nnx.Module):
         self.weight = weight((size,), dtype, (None,))
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        """[..., size] → the same shape and dtype."""
         wide = x.astype(jnp.float32)
         wide *= jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)
         return self.weight[...] * wide.astype(x.dtype)
@@ -94,4 +96,5 @@ class GatedMLP(nnx.Module):
         self.down_proj = Linear(hidden, inner, (None, "mlp"), dtype)
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        """[..., hidden] → the same shape, equal on every device."""
         return sum_over_devices(self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x)), self.split)

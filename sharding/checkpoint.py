@@ -1,14 +1,15 @@
 """Arrays on disk: a manifest, and parts of bounded size that Orbax writes and each device reads its slice of.
 
 A checkpoint is a folder with `jaxspec.json` (the manifest and the sign that the folder is complete) and `params/PART`,
-one Orbax checkpoint a part. Consecutive tensors share a part until it is full; a tensor larger than a part is cut into
-slabs along the axis that a mesh would split.
+one Orbax checkpoint a part. A part holds a group of tensors (a layer's); a group too large for one part has several,
+and a tensor too large for one is cut into slabs along the axis that a mesh would split.
 """
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -96,26 +97,24 @@ class Manifest:
         return {slab.tensor.name: slab.tensor for part in self.parts for slab in part.slabs}
 
 
-def partition(groups: Iterable[Sequence[Tensor]], max_part_bytes: int = MAX_PART_BYTES) -> tuple[Part, ...]:
-    """Deals tensors into parts of at most `max_part_bytes`, in order; a group is kept together where it fits one."""
-    parts: list[list[Slab]] = [[]]
-
-    def add(slabs: Sequence[Slab]) -> None:
-        if parts[-1] and sum(s.nbytes for s in (*parts[-1], *slabs)) > max_part_bytes:
-            parts.append([])
-        parts[-1].extend(slabs)
-
-    for group in groups:
-        if sum(tensor.nbytes for tensor in group) <= max_part_bytes:
-            add([Slab(tensor, 0, tensor.shape[tensor.axis]) for tensor in group])
-            continue
-        for tensor in group:
+def partition(groups: Mapping[str, Sequence[Tensor]], max_part_bytes: int = MAX_PART_BYTES) -> tuple[Part, ...]:
+    """Makes one part of each named group of tensors, and several where that would exceed `max_part_bytes`."""
+    parts = []
+    for name, tensors in groups.items():
+        filled: list[list[Slab]] = [[]]
+        for tensor in tensors:
             length = tensor.shape[tensor.axis]
             count = -(-length // max(1, max_part_bytes * length // tensor.nbytes))
             bounds = [length * i // count for i in range(count + 1)]
-            for start, stop in zip(bounds, bounds[1:], strict=False):
-                add([Slab(tensor, start, stop)])
-    return tuple(Part(f"{index:05d}", tuple(slabs)) for index, slabs in enumerate(parts) if slabs)
+            for start, stop in pairwise(bounds):
+                slab = Slab(tensor, start, stop)
+                # Two slabs of one tensor would share a name, and need not fit together anyway.
+                if filled[-1] and (count > 1 or sum(s.nbytes for s in (*filled[-1], slab)) > max_part_bytes):
+                    filled.append([])
+                filled[-1].append(slab)
+        names = [name] if len(filled) == 1 else [f"{name}-{index}" for index in range(len(filled))]
+        parts += [Part(part, tuple(slabs)) for part, slabs in zip(names, filled, strict=True)]
+    return tuple(parts)
 
 
 def write_part(folder: Path, part: Part, arrays: Mapping[str, np.ndarray]) -> Digests:
@@ -175,7 +174,7 @@ def read_manifest(folder: Path) -> Manifest:
                 digests.setdefault(piece["part"], {})[tensor.name] = piece["sha256"]
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{folder / MANIFEST}: damaged or of another version: {_one_line(error)}") from error
-    return Manifest(table, tuple(Part(name, tuple(parts[name])) for name in sorted(parts)), digests)
+    return Manifest(table, tuple(Part(name, tuple(parts[name])) for name in parts), digests)
 
 
 def load_arrays(
@@ -248,7 +247,8 @@ def _read(folder: Path, part: Part, wanted: Mapping[str, Any]) -> dict[str, Any]
 def _join(tensor: Tensor, slabs: list[tuple[Slab, np.ndarray]], sharding: jax.sharding.Sharding) -> jax.Array:
     """Puts a tensor's slabs on the devices, each device's slice joined from the slabs that it crosses."""
 
-    def local(index: tuple[slice, ...]) -> np.ndarray:
+    def local(index: tuple[slice, ...] | None) -> np.ndarray:
+        assert index is not None
         before, after = index[: tensor.axis], index[tensor.axis + 1 :]
         start, stop, _ = index[tensor.axis].indices(tensor.shape[tensor.axis])
         crossed = [

@@ -45,6 +45,8 @@ class EngineConfig:
     Attributes:
       devices: size of the mesh.
       slots: requests decoded at once.
+      batch_buckets: how many requests programs are compiled for, ascending; the smallest that fits runs. None takes
+        1, 4, 16, … up to `slots`. Work that keeps all slots busy compiles less with fewer buckets.
       page_size: tokens a cache page holds.
       max_context: tokens (prompt and answer) a request may reach; None takes the target's own limit.
       cache_tokens: tokens the paged cache holds over all requests; None holds `slots` requests of `max_context`.
@@ -53,6 +55,7 @@ class EngineConfig:
 
     devices: int = 1
     slots: int = 16
+    batch_buckets: tuple[int, ...] | None = None
     page_size: int = 16
     max_context: int | None = None
     cache_tokens: int | None = None
@@ -63,10 +66,26 @@ class EngineConfig:
         _check("EngineConfig", "slots", self.slots, 1, MAX_SLOTS)
         _check("EngineConfig", "page_size", self.page_size, 1, 1024)
         _check("EngineConfig", "prefill_chunk", self.prefill_chunk, 1, 16384)
+        if self.batch_buckets is not None and (
+            not self.batch_buckets
+            or sorted(set(self.batch_buckets)) != list(self.batch_buckets)
+            or not 1 <= self.batch_buckets[0] <= self.batch_buckets[-1] == self.slots
+        ):
+            raise ValueError(
+                f"EngineConfig.batch_buckets: found {self.batch_buckets}, expected ascending sizes that end with the "
+                f"{self.slots} slots"
+            )
         if self.max_context is not None:
             _check("EngineConfig", "max_context", self.max_context, 2, math.inf)
         if self.cache_tokens is not None:
             _check("EngineConfig", "cache_tokens", self.cache_tokens, 1, math.inf)
+
+    @property
+    def batch_sizes(self) -> tuple[int, ...]:
+        """The batch buckets in use."""
+        if self.batch_buckets is not None:
+            return self.batch_buckets
+        return (*(size for size in (1, 4, 16, 64) if size < self.slots), self.slots)
 
 
 @dataclass(frozen=True)

@@ -289,6 +289,9 @@ class Engine:
     def _pages_for(self, tokens: int) -> int:
         return -(-tokens // self.config.page_size)
 
+    def _batch_bucket(self, requests: list[Request]) -> int:
+        return next(size for size in self.config.batch_sizes if size >= len(requests))
+
     def _page_bucket(self, requests: list[Request]) -> int:
         smallest = max(1, SMALLEST_CONTEXT_BUCKET // self.config.page_size)
         return bucket(max(len(r.pages) for r in requests), self._pages_for(self.max_context), smallest)
@@ -338,9 +341,11 @@ class Engine:
             return
         longest = min(max(r.to_prefill for r in pending), self.config.prefill_chunk)
         chunk = bucket(longest, self.config.prefill_chunk, SMALLEST_PREFILL_BUCKET)
-        pending = pending[: max(1, PREFILL_TOKENS // chunk)]
-        batch = bucket(len(pending), self.config.slots)
-        pending = pending[:batch]
+        sizes = self.config.batch_sizes
+        # The largest batch within the bound on tokens, or the smallest there is.
+        most = max((size for size in sizes if size * chunk <= PREFILL_TOKENS), default=sizes[0])
+        pending = pending[:most]
+        batch = self._batch_bucket(pending)
         width = self._page_bucket(pending)
         tokens = np.zeros((batch, chunk), np.int32)
         start, count = np.zeros(batch, np.int32), np.zeros(batch, np.int32)
@@ -383,7 +388,7 @@ class Engine:
         requests = self._decoding()
         if not requests:
             return False
-        batch = bucket(len(requests), self.config.slots)
+        batch = self._batch_bucket(requests)
         width = self._page_bucket(requests)
         level = max(level_of(r.sampling) for r in requests)
         slots = np.full(batch, self.config.slots, np.int32)

@@ -21,7 +21,7 @@ from orbax.checkpoint import v1 as ocp
 FORMAT_VERSION = 1
 MANIFEST = "jaxspec.json"
 PARAMS = "params"
-MAX_PART_BYTES = 512 * 10**6
+MAX_PART_BYTES = 256 * 10**6  # While a part is written, Orbax's buffers hold it once or twice more.
 CHUNK_BYTES = (
     16 * 2**20
 )  # What one read fetches at least: small against a part, so a device reads little but its slice.

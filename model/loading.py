@@ -1,0 +1,109 @@
+"""Loading of converted checkpoints onto a mesh; each device reads its own slice of the weights that the mesh splits."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import NamedSharding
+
+from model.config import DFlashConfig, ModelConfig, check_drafter
+from model.dflash import DFlashDrafter
+from model.families import FAMILIES, Family, Kind
+from model.llama import LlamaForCausalLM
+from model.parameters import fill, weight_specs
+from sharding.checkpoint import Manifest, Tensor, load_arrays, read_manifest
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A converted checkpoint, its weights not yet read.
+
+    Attributes:
+      folder: where it lies.
+      family, kind: which model it is, "target" or "drafter".
+      config: the family's config.
+      raw_config: the `config.json` that it was read from.
+      dtype: the weights' own.
+      manifest: parts and digests, for `sharding.checkpoint.verify`.
+    """
+
+    folder: Path
+    family: str
+    kind: Kind
+    config: Any
+    raw_config: dict[str, Any]
+    dtype: str
+    manifest: Manifest
+
+    @property
+    def tokenizer_folder(self) -> Path:
+        """Where the tokenizer's files, chat template and generation settings lie."""
+        return self.folder / "tokenizer"
+
+
+def open_checkpoint(path: str | Path) -> Checkpoint:
+    """Reads a converted checkpoint's manifest.
+
+    Raises:
+      ValueError: in one line, if the folder is unfinished, damaged, or of a model that is not supported.
+    """
+    folder = Path(path)
+    manifest = read_manifest(folder)
+    about = manifest.about
+    if missing := [key for key in ("kind", "family", "dtype", "config") if key not in about]:
+        raise ValueError(f"{folder}: manifest {missing[0]}: missing, convert it again")
+    family = FAMILIES.get(about["family"])
+    if family is None:
+        raise ValueError(f"{folder}: manifest family: found {about['family']!r}, expected one of {sorted(FAMILIES)}")
+    try:
+        config = family.read_config(about["config"])
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from error
+    return Checkpoint(folder, about["family"], family.kind, config, about["config"], about["dtype"], manifest)
+
+
+def load_target(path: str | Path, mesh: jax.sharding.Mesh, dtype: Any = None) -> LlamaForCausalLM:
+    """Loads a target.
+
+    Args:
+      path: a converted checkpoint.
+      mesh: where its weights go.
+      dtype: of weights and activations; None takes the checkpoint's own.
+    Raises:
+      ValueError: in one line, if it is not a target, damaged, or its weights do not match its config.
+    """
+    return cast(LlamaForCausalLM, _load(open_checkpoint(path), "target", mesh, dtype))
+
+
+def load_drafter(
+    path: str | Path, mesh: jax.sharding.Mesh, target_config: ModelConfig, dtype: Any = None
+) -> DFlashDrafter:
+    """Loads a DFlash drafter made for the target of `target_config`; otherwise as `load_target`."""
+    checkpoint = open_checkpoint(path)
+    if isinstance(checkpoint.config, DFlashConfig):
+        check_drafter(target_config, checkpoint.config)
+    return cast(DFlashDrafter, _load(checkpoint, "drafter", mesh, dtype))
+
+
+def _load(checkpoint: Checkpoint, kind: Kind, mesh: jax.sharding.Mesh, dtype: Any) -> nnx.Module:
+    if checkpoint.kind != kind:
+        raise ValueError(f"{checkpoint.folder}: found a {checkpoint.kind} ({checkpoint.family}), expected a {kind}")
+    family: Family = FAMILIES[checkpoint.family]
+    dtype = jnp.dtype(dtype or checkpoint.dtype)
+    build = family.build(checkpoint.config, mesh.size, dtype)
+    layout = family.layout_of(checkpoint.config, mesh.size)
+    specs = {spec.name: spec for spec in weight_specs(build)}
+    stored = {name: tensor.shape for name, tensor in checkpoint.manifest.tensors.items()}
+    for name in sorted(set(stored) ^ set(specs) | {n for n in stored if n in specs and stored[n] != specs[n].shape}):
+        expected = list(specs[name].shape) if name in specs else "no such tensor"
+        found = list(stored[name]) if name in stored else "nothing"
+        raise ValueError(f"{checkpoint.folder}: tensor {name}: found {found}, expected {expected}; convert it again")
+
+    def sharding(tensor: Tensor) -> NamedSharding:
+        return NamedSharding(mesh, layout.spec(specs[tensor.name].axes))
+
+    arrays = load_arrays(checkpoint.folder, checkpoint.manifest, dtype, sharding)
+    return fill(build, lambda spec: arrays.pop(spec.name))

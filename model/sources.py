@@ -1,0 +1,143 @@
+"""Checkpoints as others publish them: named tensors that are read a few rows at a time.
+
+Whatever the format, a source presents a Hugging Face `config.json` and Hugging Face tensor names.
+"""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+CONFIG = "config.json"
+SINGLE_FILE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+@dataclass(frozen=True)
+class SourceTensor:
+    """Shape and dtype of a tensor in a source; `dtype` is the one it is kept in unless another is asked for."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes in that dtype."""
+        return int(np.prod(self.shape)) * (4 if self.dtype == "float32" else 2)
+
+
+class Source(Protocol):
+    """A published checkpoint.
+
+    Attributes:
+      path: the folder or file.
+      config: its `config.json`, or the equivalent of one.
+      tensors: every tensor, by Hugging Face name.
+      fingerprint: changes when the files do.
+    """
+
+    path: Path
+    config: Mapping[str, Any]
+    tensors: Mapping[str, SourceTensor]
+    fingerprint: str
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> np.ndarray:
+        """Rows `start` to `stop` of the tensor `name`, in float32 or the tensor's own dtype."""
+        ...
+
+    def write_tokenizer(self, folder: Path) -> None:
+        """Puts the tokenizer's files, chat template and generation settings into `folder`."""
+        ...
+
+
+def open_source(path: Path) -> Source:
+    """Opens a Hugging Face folder or a GGUF file.
+
+    Raises:
+      ValueError: in one line, if it is neither, or damaged.
+    """
+    if path.is_dir():
+        return SafetensorsSource(path)
+    if path.is_file() and path.suffix == ".gguf":
+        from model.gguf_source import GGUFSource  # Not needed for the other formats, and slow to import.
+
+        return GGUFSource(path)
+    found = "a file of another kind" if path.is_file() else "nothing there"
+    raise ValueError(f"{path}: found {found}, expected a folder with {CONFIG} and {SINGLE_FILE}, or a .gguf file")
+
+
+def fingerprint(files: list[Path]) -> str:
+    """sha256 over the files' names, sizes and times of change; reading all of a large checkpoint would take minutes."""
+    states = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(files)]
+    return hashlib.sha256(json.dumps(states).encode()).hexdigest()
+
+
+class SafetensorsSource:
+    """A Hugging Face folder: `config.json` and safetensors files, one or several with an index."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.config: Mapping[str, Any] = _read_json(path / CONFIG)
+        index: dict[str, str] = _read_json(path / INDEX).get("weight_map", {}) if (path / INDEX).exists() else {}
+        names = sorted(set(index.values())) or [SINGLE_FILE]
+        tensors: dict[str, SourceTensor] = {}
+        self.tensors: Mapping[str, SourceTensor] = tensors
+        self._files: dict[str, Any] = {}
+        for name in names:
+            tensors |= self._open(path / name)
+        if missing := sorted(set(index) - set(tensors)):
+            raise ValueError(f"{path / INDEX}: lists {missing[0]}, which {index[missing[0]]} does not hold")
+        used = [path / name for name in (CONFIG, INDEX, *names, *TOKENIZER_FILES)]
+        self.fingerprint = fingerprint([file for file in used if file.exists()])
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> np.ndarray:
+        """See `Source.read`."""
+        return self._files[name].get_slice(name)[start : self.tensors[name].shape[0] if stop is None else stop]
+
+    def write_tokenizer(self, folder: Path) -> None:
+        """See `Source.write_tokenizer`."""
+        for name in TOKENIZER_FILES:
+            if (self.path / name).is_file():
+                shutil.copyfile(self.path / name, folder / name)
+
+    def _open(self, path: Path) -> dict[str, SourceTensor]:
+        if not path.is_file():
+            raise ValueError(f"{path}: missing; weights are read from safetensors files only")
+        try:
+            file = safe_open(path, framework="numpy")
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{path}: truncated or not a safetensors file: {error}") from error
+        tensors = {}
+        for name in file.keys():  # noqa: SIM118 (not a dict)
+            tensor = file.get_slice(name)
+            # A dtype that is not read matters only if the tensor turns out to be a weight.
+            dtype = DTYPES.get(tensor.get_dtype(), tensor.get_dtype())
+            tensors[name] = SourceTensor(tuple(tensor.get_shape()), dtype)
+            self._files[name] = file
+        return tensors
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise ValueError(f"{path}: missing")
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: found {type(value).__name__}, expected a JSON object")
+    return value

@@ -1,0 +1,206 @@
+"""Text to token ids and back, streaming included, from a converted checkpoint's `tokenizer/` folder."""
+
+import codecs
+import functools
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from model.chat import ChatTemplate, Message
+
+SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
+
+
+class Tokenizer:
+    """A byte-level tokenizer with its chat template and end ids.
+
+    Attributes:
+      vocab_size: ids it knows; the model's own vocabulary may be padded beyond.
+      eos_token_ids: ids that end an answer.
+      chat_template: None where the checkpoint has none.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, config: dict[str, Any], eos_token_ids: Iterable[int] = ()):
+        if "ByteLevel" not in _decoder_types(backend):
+            found = ", ".join(sorted(_decoder_types(backend))) or "none"
+            raise ValueError(f"tokenizer.json decoder: found {found}, only ByteLevel is supported")
+        self._parsing = backend
+        # The same tokenizer, to which special tokens are ordinary text.
+        self._literal = tokenizers.Tokenizer.from_str(backend.to_str())
+        self._literal.encode_special_tokens = True
+        added = backend.get_added_tokens_decoder()
+        self._special_ids = frozenset(index for index, token in added.items() if token.special)
+        self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
+        names = {name: _content(config[name]) for name in SPECIAL_NAMES if config.get(name)}
+        own_end = backend.token_to_id(names["eos_token"]) if "eos_token" in names else None
+        self.eos_token_ids = tuple(sorted({*eos_token_ids, *([] if own_end is None else [own_end])}))
+        template = _default_template(config.get("chat_template"))
+        specials = [added[index].content for index in self._special_ids]
+        self.chat_template = ChatTemplate(template, specials, names) if template else None
+
+    @classmethod
+    def from_checkpoint(cls, folder: Path) -> "Tokenizer":
+        """Reads the tokenizer of a converted checkpoint, or of a plain Hugging Face folder.
+
+        Raises:
+          FileNotFoundError: the folder or its tokenizer.json is missing.
+          ValueError: a file can't be read or holds what is not supported; names the file.
+        """
+        if not folder.is_dir():
+            raise FileNotFoundError(f"{folder}: no such folder")
+        files = folder / "tokenizer" if (folder / "tokenizer").is_dir() else folder
+        path = files / "tokenizer.json"
+        if not path.is_file():
+            raise FileNotFoundError(f"{path}: no tokenizer there; convert the checkpoint with its tokenizer files")
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises bare Exception
+            raise ValueError(f"{path}: not a readable tokenizer: {error}") from error
+        backend.no_truncation()
+        backend.no_padding()
+        config = _read_json(files / "tokenizer_config.json")
+        if (files / "chat_template.jinja").is_file():
+            config["chat_template"] = (files / "chat_template.jinja").read_text(encoding="utf-8")
+        ends: set[int] = set()
+        model_config = _read_json(folder / "jaxspec.json").get("config", {}) | _read_json(folder / "config.json")
+        for source in (model_config, _read_json(files / "generation_config.json")):
+            end = source.get("eos_token_id")
+            ends.update(end if isinstance(end, list) else [] if end is None else [end])
+        return cls(backend, config, ends)
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a raw prompt: special tokens spelt out in it count as such; a BOS comes first if that is the rule."""
+        return self._parsing.encode(text).ids
+
+    def encode_chat(self, messages: Sequence[Message], **variables: Any) -> list[int]:
+        """Ids of a conversation up to where the assistant speaks next.
+
+        A special token spelt out in a message stays plain text: nobody can end a turn or begin a system message
+        from inside one. Otherwise these are the ids of transformers' `apply_chat_template(add_generation_prompt=True)`.
+
+        Args:
+          messages: each with `role` and `content`, and whatever else the template reads.
+          **variables: further names for the template, such as `tools` or `enable_thinking`.
+
+        Raises:
+          ValueError: there is no chat template, or it refuses these messages.
+        """
+        if self.chat_template is None:
+            raise ValueError("chat template: this checkpoint has none; give a raw prompt")
+        text, mark = self.chat_template.render(messages, **variables)
+        encoding = self._parsing.encode(text, add_special_tokens=False)
+        if not mark:
+            return encoding.ids
+        ids: list[int] = []
+        start = 0
+        for index, (begin, end) in zip(encoding.ids, encoding.offsets, strict=True):
+            if index in self._special_ids:
+                ids += [*self._encode_literal(text[start:begin].replace(mark, "")), index]
+                start = end
+        return [*ids, *self._encode_literal(text[start:].replace(mark, ""))]
+
+    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
+        """The text of `ids`; bytes that form no UTF-8 character become U+FFFD, ids beyond the vocabulary nothing."""
+        detokenizer = Detokenizer(self, skip_special)
+        return detokenizer.push(ids) + detokenizer.flush()
+
+    def detokenizer(self, skip_special: bool = True) -> "Detokenizer":
+        """A new stream that turns ids into text as they come."""
+        return Detokenizer(self, skip_special)
+
+    def token_bytes(self, index: int) -> bytes:
+        """The bytes that a token stands for; b"" for an id without a token."""
+        return self._pieces[index] if 0 <= index < len(self._pieces) else b""
+
+    def is_special(self, index: int) -> bool:
+        """Whether a token is a control token, which `decode` skips."""
+        return index in self._special_ids
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """sha256 over which id means which token: equal for a target and a drafter that share a tokenizer."""
+        digest = hashlib.sha256()
+        for token, index in sorted(self._parsing.get_vocab(with_added_tokens=True).items(), key=lambda item: item[1]):
+            digest.update(f"{index}\t{token}\n".encode())
+        return digest.hexdigest()
+
+    @functools.cached_property
+    def _pieces(self) -> list[bytes]:
+        vocabulary = self._parsing.get_vocab(with_added_tokens=True)
+        pieces = [b""] * (max(vocabulary.values()) + 1)
+        for token, index in vocabulary.items():
+            pieces[index] = _piece_bytes(token)
+        return pieces
+
+    def _encode_literal(self, text: str) -> list[int]:
+        return self._literal.encode(text, add_special_tokens=False).ids if text else []
+
+
+class Detokenizer:
+    """Turns a stream of token ids into text, never half a character; constant work a token.
+
+    Args:
+      tokenizer: whose ids these are.
+      skip_special: leave control tokens out of the text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special: bool = True):
+        self._tokenizer = tokenizer
+        self._skip_special = skip_special
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, ids: Iterable[int]) -> str:
+        """The text that these ids complete; a character whose last byte is still to come waits."""
+        kept = (i for i in ids if not (self._skip_special and self._tokenizer.is_special(i)))
+        return self._decoder.decode(b"".join(self._tokenizer.token_bytes(i) for i in kept))
+
+    def flush(self) -> str:
+        """Ends the stream: bytes of an unfinished character come out as U+FFFD."""
+        return self._decoder.decode(b"", final=True)
+
+
+@functools.cache
+def _byte_alphabet() -> dict[str, int]:
+    """Character → byte of GPT-2's printable alphabet: printable Latin-1 stands for itself, the rest for U+0100 on."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + n): byte for n, byte in enumerate(others)}
+
+
+def _piece_bytes(token: str) -> bytes:
+    alphabet = _byte_alphabet()
+    if all(character in alphabet for character in token):
+        return bytes(alphabet[character] for character in token)
+    return token.encode()  # an added token with a character outside the alphabet is written as it is
+
+
+def _decoder_types(backend: tokenizers.Tokenizer) -> set[str]:
+    decoder = json.loads(backend.to_str())["decoder"] or {}
+    return {part["type"] for part in decoder.get("decoders", [decoder]) if "type" in part}
+
+
+def _content(token: Any) -> str:
+    return token["content"] if isinstance(token, dict) else token
+
+
+def _default_template(value: Any) -> str | None:
+    """A checkpoint holds one template or a list of named ones."""
+    if isinstance(value, list):
+        return next((item["template"] for item in value if item.get("name") == "default"), None)
+    return value
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: not readable as JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: found {type(content).__name__}, expected an object")
+    return content

@@ -1,0 +1,8 @@
+"""Trains a DFlash drafter; the same as `jaxspec train`."""
+
+import typer
+
+from serve.train import train_command
+
+if __name__ == "__main__":
+    typer.run(train_command)

@@ -1,0 +1,49 @@
+"""The `jaxspec` command. A subcommand is one import and one line here; its module imports JAX only when it runs."""
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import cast
+
+import typer
+
+from serve.bench import bench_command
+from serve.convert import convert_command
+from serve.evaluate import evaluate_command
+from serve.generate import generate_command
+from serve.train import train_command
+
+app = typer.Typer(
+    help="Lossless speculative decoding for large language models in JAX.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command("convert")(convert_command)
+app.command("generate")(generate_command)
+app.command("train")(train_command)
+app.command("bench")(bench_command)
+app.command("evaluate")(evaluate_command)
+
+# Of the errors that the command line's parser raises, typer exports only this kind of UsageError.
+UsageError = cast(type[typer.BadParameter], typer.BadParameter.__mro__[1])
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs a subcommand and exits: 0 done, 1 failed, 2 bad input (one line on stderr), 130 interrupted."""
+    try:
+        code = app(arguments, prog_name="jaxspec", standalone_mode=False)
+    except UsageError as error:
+        print(f"error: {' '.join(error.format_message().split())}", file=sys.stderr)
+        code = 2
+    except (KeyboardInterrupt, typer.Abort):
+        print("interrupted", file=sys.stderr)
+        code = 130
+    except BrokenPipeError:
+        # The reader of our output is gone; keep Python from complaining when it closes stdout.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 1
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,298 @@
+"""`jaxspec train`: a DFlash drafter for a converted target, from prompts to an exported checkpoint."""
+
+import json
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from serve.startup import StartUp, bad_input, say, use_compilation_cache
+
+if TYPE_CHECKING:
+    from jaxspec.engine import Engine
+    from jaxspec.training_prompts import Prompt
+    from model.config import DFlashConfig, ModelConfig
+
+Option = typer.Option
+STAGES = ("prompts", "answers", "train", "export")
+
+
+def train_command(
+    target: Annotated[Path, Option(help="Folder of the converted target.")],
+    output: Annotated[Path, Option(help="Folder for the drafter, in the published DFlash layout.")],
+    work: Annotated[Path, Option(help="Folder for prompts, answers and checkpoints; a stage reads the last one's.")],
+    stage: Annotated[list[str] | None, Option(help=f"Run only these: {', '.join(STAGES)}.")] = None,
+    prompts: Annotated[
+        list[Path] | None, Option(help="Prompt files: JSON lines with 'turns', or one prompt a line.")
+    ] = None,
+    invent: Annotated[int, Option(help="Prompts that the target invents.")] = 0,
+    templates: Annotated[int, Option(help="Prompts made from built-in templates.")] = 0,
+    answer_temperatures: Annotated[str, Option(help="Taken in turn, one an answer.")] = "0,0.7,1",
+    max_prompt_tokens: Annotated[int, Option(help="Longer prompts are skipped.")] = 160,
+    max_answer_tokens: Annotated[int, Option(help="Answers are cut here.")] = 352,
+    slots: Annotated[int, Option(help="Answers written at once.")] = 256,
+    chunk: Annotated[int, Option(help="Prompts in a file of answers, the unit of resuming.")] = 4096,
+    layers: Annotated[int, Option(help="Layers of the drafter.")] = 4,
+    taps: Annotated[int, Option(help="Target layers that it reads.")] = 5,
+    block_size: Annotated[int, Option(help="Rows of a pass, anchor included.")] = 8,
+    intermediate_size: Annotated[int | None, Option(help="Width of its MLP; by default the target's.")] = None,
+    mask_token: Annotated[int, Option(help="Id of the mask: one that no text holds (16 is SmolLM2's reserved).")] = 16,
+    steps: Annotated[int | None, Option(help="Optimiser steps; without it, as many as --epochs takes.")] = None,
+    epochs: Annotated[float, Option(help="Passes over the answers.")] = 6,
+    batch: Annotated[int, Option(help="Sequences a step.")] = 64,
+    anchors: Annotated[int, Option(help="Blocks drawn from each sequence.")] = 64,
+    learning_rate: Annotated[float, Option(help="Peak of the schedule.")] = 6e-4,
+    lengths: Annotated[str, Option(help="Sequences are padded to one of these and cut at the last.")] = "256,512",
+    held_out: Annotated[int, Option(help="Examples kept for measuring.")] = 512,
+    evaluate_every: Annotated[int, Option(help="Steps between held-out measurements.")] = 500,
+    save_every: Annotated[int, Option(help="Steps between checkpoints.")] = 1000,
+    dtype: Annotated[str | None, Option(help="Of the arithmetic; by default bfloat16, on a CPU float32.")] = None,
+    seed: Annotated[int, Option(help="Of everything random.")] = 0,
+    resume: Annotated[bool, Option("--resume", help="Go on from the checkpoint in --work.")] = False,
+) -> None:
+    """Train a DFlash drafter on answers that the target itself writes."""
+    stages = stage or list(STAGES)
+    with bad_input():
+        if wrong := [name for name in stages if name not in STAGES]:
+            raise ValueError(f"--stage: found {wrong[0]!r}, expected one of {', '.join(STAGES)}")
+        temperatures = tuple(_numbers("--answer-temperatures", answer_temperatures))
+        padded = tuple(int(length) for length in _numbers("--lengths", lengths))
+        if list(padded) != sorted(set(padded)) or padded[0] < 2:
+            raise ValueError(f"--lengths: found {lengths!r}, expected ascending lengths of at least 2")
+    use_compilation_cache()
+    import jax
+    import jax.numpy as jnp
+
+    from jaxspec.training_data import AnswerConfig, read_answers, split_examples, write_answers
+    from jaxspec.training_export import export_drafter
+    from jaxspec.training_loop import RunConfig, read_parameters, steps_per_epoch, train
+    from model.config import check_drafter
+    from model.loading import load_target, open_checkpoint
+    from model.tokenizer import Tokenizer
+    from sharding.mesh import make_mesh
+
+    start_up = StartUp()
+    with bad_input():
+        tokenizer = Tokenizer.from_checkpoint(target)
+        target_config = open_checkpoint(target).config
+        drafter = _drafter_config(target_config, layers, taps, block_size, intermediate_size, mask_token)
+        check_drafter(target_config, drafter)
+    work.mkdir(parents=True, exist_ok=True)
+    answers = AnswerConfig(temperatures, max_prompt_tokens, max_answer_tokens, chunk, seed)
+    engine: Engine | None = None
+
+    def encode(prompt: "Prompt") -> list[int]:
+        return tokenizer.encode_chat([{"role": "user", "content": prompt.text}])
+
+    def the_engine() -> "Engine":
+        nonlocal engine
+        engine = engine or _plain_engine(target, slots, max_prompt_tokens, max_answer_tokens, start_up)
+        return engine
+
+    if "prompts" in stages:
+        with bad_input():
+            collected = _collect_prompts(prompts or [], templates, seed)
+        if invent:
+            collected += _invent(the_engine(), encode, tokenizer.decode, invent, seed)
+        _write_prompts(work / "prompts.jsonl", collected)
+    if "answers" in stages:
+        with bad_input():
+            asked = _read_written_prompts(work / "prompts.jsonl")
+        progress = Progress("answers")
+        write_answers(
+            the_engine(),
+            encode,
+            asked,
+            answers,
+            work / "answers",
+            lambda done, total, tokens: progress.show(
+                done, total, f"{tokens:,} tokens, {progress.rate(tokens):,.0f}/s"
+            ),
+        )
+        progress.close()
+    engine = None  # its cache's memory is wanted for training
+    if not {"train", "export"} & set(stages):
+        return
+    with bad_input():
+        examples, measured = split_examples(read_answers(work / "answers"), held_out, seed)
+        if (examples.tokens == mask_token).any():
+            raise ValueError(
+                f"--mask-token: found {mask_token} in the training text, expected an id that no text holds"
+            )
+        run = RunConfig(
+            steps=steps or max(1, round(epochs * steps_per_epoch(examples, batch, padded))),
+            batch=batch,
+            anchors=anchors,
+            lengths=padded,
+            learning_rate=learning_rate,
+            evaluate_every=evaluate_every,
+            save_every=save_every,
+            seed=seed,
+        )
+    if "train" in stages:
+        kind = dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
+        start_up.report(f"loading target {target} as {kind}")
+        module = load_target(target, make_mesh(1), jnp.dtype(kind))
+        start_up.report(
+            f"training on {len(examples):,} examples ({examples.lengths.sum():,} tokens), {run.steps:,} steps, "
+            f"{len(measured):,} examples held out"
+        )
+        progress = Progress("step")
+        train(module, drafter, examples, measured, run, work / "run", resume, lambda entry: _show(progress, entry, run))
+        progress.close()
+    if "export" in stages:
+        with bad_input():
+            parameters = read_parameters(work / "run" / "checkpoint.safetensors")
+            history = [json.loads(line) for line in (work / "run" / "history.jsonl").read_text().splitlines()]
+            figures = work / "run" / "figures.json"  # not there while the run is unfinished
+            record = {
+                "target": target.name,
+                "parameters": sum(value.size for value in parameters.values()),
+                "examples": len(examples),
+                "tokens": int(examples.lengths.sum()),
+                "answer_tokens": int((examples.lengths - examples.prompt_lengths).sum()),
+                "sources": {str(name): int((examples.sources == name).sum()) for name in sorted(set(examples.sources))},
+                "answers": asdict(answers),
+                "training": asdict(run) | {"finished_steps": history[-1]["step"] if history else 0},
+                "held_out": json.loads(figures.read_text()) if figures.is_file() else {},
+            }
+            export_drafter(output, drafter, parameters, record, history)
+        say(f"{output}: a drafter of {record['parameters'] / 1e6:.1f} M parameters")
+
+
+class Progress:
+    """A line that rewrites itself on a terminal; elsewhere a new line now and then."""
+
+    def __init__(self, name: str):
+        self._name = name
+        self._began = self._shown = time.monotonic()
+        self._terminal = sys.stderr.isatty()
+
+    def rate(self, count: float) -> float:
+        """Per second since the beginning."""
+        return count / max(time.monotonic() - self._began, 1e-9)
+
+    def show(self, done: int, total: int, text: str, *, keep: bool = False) -> None:
+        """Shows where things stand; a line to `keep` is always printed and stays."""
+        now = time.monotonic()
+        if not keep and now - self._shown < (0.2 if self._terminal else 5.0) and done < total:
+            return
+        self._shown = now
+        line = f"{self._name} {done:,}/{total:,}  {text}"
+        if self._terminal:
+            sys.stderr.write(f"\r{line}\x1b[K" + ("\n" if keep else ""))
+            sys.stderr.flush()
+        else:
+            say(line)
+
+    def close(self) -> None:
+        """Ends the line."""
+        if self._terminal:
+            sys.stderr.write("\n")
+
+
+def _show(progress: Progress, entry: dict[str, Any], run: Any) -> None:
+    text = f"loss {entry['loss']:.3f}  τ {entry['tau']:.2f}  {entry['tokens_per_second']:,} tokens/s"
+    text += f"  {entry['tflops']:.1f} TFLOP/s" + (f"  MFU {entry['mfu']:.1%}" if "mfu" in entry else "")
+    held_out = entry.get("held_out")
+    if held_out:
+        depths = " ".join(f"{share:.0%}" for share in held_out["accuracy"])
+        text += f"  held out: loss {held_out['loss']:.3f} τ {held_out['tau']:.2f} by depth {depths}"
+    progress.show(entry["step"], run.steps, text, keep=held_out is not None)
+
+
+def _drafter_config(
+    target: "ModelConfig", layers: int, taps: int, block_size: int, intermediate_size: int | None, mask_token: int
+) -> "DFlashConfig":
+    """A drafter of full-attention layers in the target's own shape."""
+    from model.config import DFlashConfig, RopeConfig, default_target_layers
+
+    return DFlashConfig(
+        vocab_size=target.vocab_size,
+        hidden_size=target.hidden_size,
+        intermediate_size=intermediate_size or target.intermediate_size,
+        num_hidden_layers=layers,
+        num_attention_heads=target.num_attention_heads,
+        num_key_value_heads=target.num_key_value_heads,
+        head_dim=target.head_dim,
+        rms_norm_eps=1e-6,
+        rope=RopeConfig(target.rope.theta),
+        max_position_embeddings=target.max_position_embeddings,
+        block_size=block_size,
+        mask_token_id=mask_token,
+        num_target_layers=target.num_hidden_layers,
+        target_layer_ids=default_target_layers(target.num_hidden_layers, taps),
+        windows=(0,) * layers,
+        causal=(False,) * layers,
+    )
+
+
+def _plain_engine(target: Path, slots: int, max_prompt: int, max_answer: int, start_up: StartUp) -> "Engine":
+    from jaxspec.config import EngineConfig, SpeculationConfig
+    from jaxspec.engine import Engine
+
+    with bad_input():
+        return Engine.from_checkpoints(
+            target,
+            None,
+            # Eight tokens a call: with hundreds of slots the host is what would be waited for.
+            speculation=SpeculationConfig(budget=0, rounds_per_call=8),
+            config=EngineConfig(
+                slots=slots,
+                # Slots stay full until the last answers, which run in a smaller program.
+                batch_buckets=tuple(sorted({min(32, slots), slots})),
+                max_context=max_prompt + max_answer,
+                prefill_chunk=min(128, max_prompt),
+            ),
+            report=start_up.report,
+        )
+
+
+def _collect_prompts(files: list[Path], templates: int, seed: int) -> list["Prompt"]:
+    from jaxspec.training_prompts import read_prompts
+    from jaxspec.training_templates import template_prompts
+
+    return [prompt for path in files for prompt in read_prompts(path)] + template_prompts(templates, seed)
+
+
+def _invent(engine: "Engine", encode: Any, decode: Any, count: int, seed: int) -> list["Prompt"]:
+    from jaxspec.training_prompts import invent_prompts
+
+    progress = Progress("invented")
+    invented = invent_prompts(
+        engine, encode, decode, count, seed, lambda found, wanted: progress.show(found, wanted, "")
+    )
+    progress.close()
+    return invented
+
+
+def _write_prompts(path: Path, prompts: list["Prompt"]) -> None:
+    """Writes the prompts in random order: every file of answers is then a fair sample."""
+    import random
+
+    from jaxspec.training_prompts import without_duplicates
+
+    unique = without_duplicates(prompts)
+    random.Random(0).shuffle(unique)
+    lines = [json.dumps({"turns": [prompt.text], "source": prompt.source}, ensure_ascii=False) for prompt in unique]
+    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    say(f"{path}: {len(unique):,} prompts")
+
+
+def _read_written_prompts(path: Path) -> list["Prompt"]:
+    from jaxspec.training_prompts import Prompt
+
+    if not path.is_file():
+        raise ValueError(f"{path}: not there; run the stage 'prompts' first")
+    records = map(json.loads, filter(None, path.read_text(encoding="utf-8").split("\n")))
+    return [Prompt(record["turns"][0], record["source"]) for record in records]
+
+
+def _numbers(name: str, text: str) -> list[float]:
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"{name}: found {text!r}, expected numbers with commas between") from None

@@ -1,0 +1,249 @@
+"""Speculative decoding answers token for token what plain decoding answers (float32).
+
+The drafter is a noisy oracle: it knows the plain answer, and by plan puts the true token at one rank or another, or
+leaves it out. Two requests follow plans whose accepted lengths are known beforehand, and are compared; a third is
+drafted for at random ranks. `make test` covers every pair of option values; the full product is marked slow.
+"""
+
+import functools
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from jaxspec.config import EngineConfig, SamplingParams, SpeculationConfig
+from jaxspec.drafting import dflash_drafting
+from jaxspec.engine import Engine
+from model.config import ModelConfig
+from sharding.mesh import make_mesh
+from tests.builders import (
+    GROUPED,
+    UNEVEN,
+    Plan,
+    accepted_by,
+    finish,
+    oracle,
+    oracle_drafting,
+    tiny_dflash,
+    tiny_target,
+)
+
+SAMPLINGS = {
+    "greedy": SamplingParams(temperature=0),
+    "temperature": SamplingParams(temperature=1),
+    "top_p": SamplingParams(temperature=1, top_p=0.8),
+    "top_k": SamplingParams(temperature=1.3, top_k=5),
+}
+MODELS: dict[str, ModelConfig] = {"grouped": GROUPED, "uneven": UNEVEN}
+AXES = {
+    "sampling": tuple(SAMPLINGS),
+    "budget": (1, 8, 32, 64),
+    "top_k_cap": (1, 4, 8),
+    "block": (4, 8, 16),
+    "page_size": (1, 16),
+    "rounds_per_call": (1, 8),
+    "devices": (1, 2, 8),
+    "model": tuple(MODELS),
+}
+Case = tuple[str, int, int, int, int, int, int, str]
+
+CONTEXT = 256
+ANSWER = 100
+PROMPT_LENGTHS = (45, 38, 1)
+
+
+def covering_array() -> list[Case]:
+    """Few cases that hold every pair of values: each the one, of the full product, with most pairs still missing."""
+    everything = list(itertools.product(*AXES.values()))
+    missing = {pair for case in everything for pair in pairs(case)}
+    cases: list[Case] = []
+    while missing:
+        best = max(everything, key=lambda case: sum(pair in missing for pair in pairs(case)))
+        cases.append(best)
+        missing -= set(pairs(best))
+    return cases
+
+
+def pairs(case: tuple) -> Iterator[tuple]:
+    return itertools.combinations(enumerate(case), 2)
+
+
+CASES = covering_array()
+
+
+def test_the_cases_cover_every_pair_of_values() -> None:
+    for (i, first), (j, second) in itertools.combinations(enumerate(AXES.values()), 2):
+        for pair in itertools.product(first, second):
+            assert any((case[i], case[j]) == pair for case in CASES)
+    assert len(CASES) <= 22
+
+
+def request(sampling: str, index: int) -> SamplingParams:
+    return replace(SAMPLINGS[sampling], seed=100 + index, max_tokens=ANSWER, ignore_eos=True)
+
+
+@functools.cache
+def prompts(model: str) -> list[list[int]]:
+    rng = np.random.default_rng(5)
+    return [rng.integers(0, MODELS[model].vocab_size, length).tolist() for length in PROMPT_LENGTHS]
+
+
+@functools.cache
+def plain_answers(model: str) -> dict[str, list[list[int]]]:
+    """By sampling: what one device answers without a drafter, all in one batch."""
+    engine = Engine(
+        tiny_target(MODELS[model]),
+        mesh=make_mesh(1),
+        speculation=SpeculationConfig(budget=0),
+        config=EngineConfig(slots=16, max_context=CONTEXT, prefill_chunk=64),
+    )
+    asked = [(name, index) for name in SAMPLINGS for index in range(len(PROMPT_LENGTHS))]
+    done = engine.generate([prompts(model)[index] for _, index in asked], [request(*one) for one in asked])
+    answers: dict[str, list[list[int]]] = {name: [] for name in SAMPLINGS}
+    for (name, _), completion in zip(asked, done, strict=True):
+        assert completion.statistics.tau == 1
+        answers[name].append(completion.tokens)
+    return answers
+
+
+def planned_rounds(budget: int, depth: int, top_k_cap: int, first: int) -> list[tuple[int, int]]:
+    """Every second accepted length from `first` down, then true tokens at ranks above 0, over and over."""
+    best = min(budget, depth)
+    straight = [(b, 0) for b in range(best - first, -1, -2)]
+    ranks = itertools.cycle(range(1, top_k_cap))
+    sideways = [(b, rank) for b in range(1, best + 1) if top_k_cap > 1 and b + (rank := next(ranks)) <= budget]
+    return list(itertools.islice(itertools.cycle(straight + sideways), ANSWER))
+
+
+def histogram(rounds: list[tuple[int, int]], budget: int, depth: int) -> list[int]:
+    """How often each length is accepted until the answer is full."""
+    counts, left = [0] * (depth + 1), ANSWER
+    for accepted in accepted_by(rounds, budget):
+        new = min(accepted + 1, left)
+        counts[min(accepted, new)] += 1
+        left -= new
+        if not left:
+            return counts
+    raise AssertionError("the plan ends before the answer")
+
+
+def run_with_oracle(case: Case, plans: list[Plan], engine_samplings: list[str]) -> Iterator[dict[int, tuple]]:
+    """The answers of one engine to the three prompts, by index, for each sampling in turn.
+
+    Two more requests, ended by hand, keep the batch in one bucket, so that one program is compiled.
+    """
+    _, budget, top_k_cap, block, page_size, rounds_per_call, devices, model = case
+    engine = Engine(
+        tiny_target(MODELS[model], devices),
+        oracle(plans, budget, block - 1, devices),
+        mesh=make_mesh(devices),
+        speculation=SpeculationConfig(budget=budget, top_k_cap=top_k_cap, rounds_per_call=rounds_per_call),
+        config=EngineConfig(slots=4, page_size=page_size, max_context=CONTEXT, prefill_chunk=32),
+        make_drafting=oracle_drafting,
+    )
+    for sampling in engine_samplings:
+        filler = replace(SAMPLINGS[sampling], seed=1, max_tokens=CONTEXT, ignore_eos=True)
+        fillers = [engine.add([token], filler) for token in (1, 2)]
+        ids = [engine.add(prompt, request(sampling, index)) for index, prompt in enumerate(prompts(model))]
+        done = finish(engine, ids)
+        for one in fillers:
+            engine.abort(one)
+        finish(engine, fillers)
+        assert engine._pages.free == engine.page_count
+        yield {index: done[request_id] for index, request_id in enumerate(ids)}
+
+
+def check(case: Case, samplings: list[str]) -> None:
+    """Runs a case for each sampling and compares tokens and accepted lengths."""
+    budget, top_k_cap, depth, model = case[1], case[2], case[3] - 1, case[-1]
+    rounds = {
+        0: planned_rounds(budget, depth, top_k_cap, 0),
+        1: [],  # random ranks
+        2: planned_rounds(budget, depth, top_k_cap, 1),
+    }
+    for sampling in samplings:
+        answers = plain_answers(model)[sampling]
+        plans = [
+            Plan(100 + index, prompt, answers[index], rounds[index]) for index, prompt in enumerate(prompts(model))
+        ]
+        (done,) = run_with_oracle(case, plans, [sampling])
+        seen = np.zeros(depth + 1, int)
+        for index, (tokens, reason, statistics) in done.items():
+            assert tokens == answers[index]
+            assert reason == "length"
+            assert statistics.produced == ANSWER
+            seen += statistics.accepted_lengths
+            if rounds[index]:
+                assert statistics.accepted_lengths == histogram(rounds[index], budget, depth)
+        best = min(budget, depth)
+        assert (seen[: best + 1] > 0).all()
+        assert (seen[best + 1 :] == 0).all()
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+def test_every_pair_of_options(case: Case) -> None:
+    check(case, [case[0]])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case", list(itertools.product(["all"], *list(AXES.values())[1:])), ids=lambda case: "-".join(map(str, case))
+)
+def test_the_full_product(case: Case) -> None:
+    check(case, list(SAMPLINGS))
+
+
+def test_true_tokens_at_ranks_above_0_are_accepted_somewhere() -> None:
+    """What the plans promise of the cases above, each of which is held to its plan."""
+    accepted = set()
+    for _, budget, top_k_cap, block, *_ in CASES:
+        for first in (0, 1):
+            rounds, left = planned_rounds(budget, block - 1, top_k_cap, first), ANSWER
+            for (b, rank), length in zip(rounds, accepted_by(rounds, budget), strict=True):
+                if left > b and length == b and rank:
+                    accepted.add((top_k_cap, rank))
+                left -= length + 1
+    assert accepted >= {(4, 1), (4, 2), (4, 3), *((8, rank) for rank in range(1, 8))}
+
+
+def test_a_perfect_drafter_fills_every_round_and_a_wrong_one_none() -> None:
+    budget, depth, model = 8, 3, "grouped"
+    answers = plain_answers(model)["temperature"]
+    full = [[(depth, 0)] * ANSWER, [(0, 0)] * ANSWER, [(depth, 1)] * ANSWER]
+    plans = [
+        Plan(100 + index, prompt, answers[index], full[index]) for index, prompt in enumerate(prompts(model))
+    ]
+    case = ("temperature", budget, 4, depth + 1, 16, 1, 1, model)
+    (done,) = run_with_oracle(case, plans, ["temperature"])
+    assert [done[index][0] for index in range(3)] == answers
+    perfect, wrong, sibling = (done[index][2] for index in range(3))
+    assert wrong.tau == 1
+    assert wrong.accepted_lengths == [ANSWER, 0, 0, 0]
+    for statistics in (perfect, sibling):
+        assert statistics.accepted_lengths == [0, 0, 0, ANSWER // (depth + 1)]
+        assert statistics.tau == depth + 1
+
+
+@pytest.mark.parametrize(
+    ("devices", "page_size", "rounds_per_call", "sampling"), [(8, 1, 8, "top_p"), (2, 16, 1, "greedy")]
+)
+def test_the_dflash_drafter_with_its_own_cache(
+    devices: int, page_size: int, rounds_per_call: int, sampling: str
+) -> None:
+    engine = Engine(
+        tiny_target(GROUPED, devices),
+        tiny_dflash(devices=devices),
+        mesh=make_mesh(devices),
+        speculation=SpeculationConfig(budget=16, top_k_cap=8, rounds_per_call=rounds_per_call),
+        config=EngineConfig(slots=4, page_size=page_size, max_context=CONTEXT, prefill_chunk=32),
+        make_drafting=dflash_drafting,
+    )
+    fillers = [engine.add([token], replace(request(sampling, 9), max_tokens=CONTEXT)) for token in (1, 2)]
+    ids = [engine.add(prompt, request(sampling, index)) for index, prompt in enumerate(prompts("grouped"))]
+    done = finish(engine, ids)
+    for one in fillers:
+        engine.abort(one)
+    assert [done[i][0] for i in ids] == plain_answers("grouped")[sampling]
+    assert any(sum(done[i][2].accepted_lengths[1:]) for i in ids), "a lucky guess is accepted now and then"

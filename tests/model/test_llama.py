@@ -1,0 +1,218 @@
+"""Targets against transformers in float32: through prefill chunks, decode steps and tree verification over pages."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import transformers
+from jax.sharding import NamedSharding
+
+from model import llama
+from model.batch import ForwardBatch
+from model.cache import empty_cache, write_rows
+from model.config import ModelConfig, read_model_config
+from model.gguf_source import GGUFSource
+from model.parameters import fill
+from sharding.mesh import make_mesh
+from tests.builders import on_mesh
+
+TOLERANCE = 1e-4
+# A tree under its root: two children, the first with two of its own, one of these with a child.
+PARENTS = np.array([0, 0, 0, 1, 1, 3], np.int32)
+DEPTHS = np.array([0, 1, 1, 2, 2, 3], np.int32)
+
+
+@dataclass
+class Session:
+    """One sequence, processed pass after pass over a paged cache whose pages lie in no order."""
+
+    target: llama.LlamaForCausalLM
+    taps: tuple[int, ...]
+    page_size: int
+    pages: int
+
+    def __post_init__(self) -> None:
+        mesh = make_mesh(1)
+        self.cache = empty_cache(self.target.cache_rows, self.pages + 3, self.page_size, self.target.layout, mesh, "float32")
+        self.table = np.random.default_rng(0).permutation(self.pages + 3)[None, : self.pages].astype(np.int32)
+        self.length = 0
+        taps = self.taps
+
+        def body(target: Any, batch: ForwardBatch, cache: Any, keep: jax.Array) -> Any:
+            output = target(batch, cache, taps)
+            cache = write_rows(cache, output.rows, batch.page_table, batch.positions, keep)
+            return target.logits(output.hidden), output.tapped, cache
+
+        self._run: Callable[..., Any] = on_mesh(1, self.target, body)
+
+    def forward(self, tokens: np.ndarray, depths: np.ndarray, visibility: np.ndarray, keep: np.ndarray) -> Any:
+        """One pass of rows after the context; kept rows become context. Logits and tapped features, [rows, ...]."""
+        batch = ForwardBatch(
+            tokens=tokens[None].astype(np.int32),
+            positions=(self.length + depths)[None].astype(np.int32),
+            page_table=self.table,
+            context_length=np.array([self.length], np.int32),
+            visibility=visibility[None],
+        )
+        logits, tapped, self.cache = self._run(batch, self.cache, keep[None])
+        self.length += int(keep.sum())
+        return np.asarray(logits[0]), np.asarray(tapped[0])
+
+    def extend(self, tokens: np.ndarray, padded_to: int) -> Any:
+        """A causal pass over real tokens, padded as a prefill chunk is."""
+        count = len(tokens)
+        padded = np.pad(tokens, (0, padded_to - count))
+        rows = np.arange(padded_to)
+        logits, tapped = self.forward(padded, rows, rows[:, None] >= rows, rows < count)
+        return logits[:count], tapped[:count]
+
+    def tree(self, tokens: np.ndarray) -> Any:
+        """A pass over the fixed tree; nothing is kept."""
+        visibility = np.eye(len(PARENTS), dtype=bool)
+        for row in range(1, len(PARENTS)):
+            visibility[row] |= visibility[PARENTS[row]]
+        return self.forward(tokens, DEPTHS, visibility, np.zeros(len(PARENTS), bool))
+
+
+def path_to(row: int) -> list[int]:
+    return [row] if row == 0 else [*path_to(int(PARENTS[row])), row]
+
+
+def relative_error(found: np.ndarray, expected: np.ndarray) -> float:
+    return float(np.abs(found - expected).max() / np.abs(expected).max())
+
+
+def compare(target: Any, published: Any, tokens: np.ndarray, taps: tuple[int, ...], chunk: int, steps: int) -> None:
+    """Runs `tokens` in chunks, the last `steps` one by one, then the tree; compares logits and features everywhere."""
+
+    def reference(sequence: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        with torch.no_grad():
+            output = published(torch.tensor(sequence[None]), output_hidden_states=True, use_cache=False)
+        # Feature n is the residual stream after layer n; transformers lists the embedding first.
+        features = torch.cat([output.hidden_states[n + 1] for n in taps], -1)
+        return output.logits[0].numpy(), features[0].numpy()
+
+    session = Session(target, taps, page_size=4, pages=-(-len(tokens) // 4) + 2)
+    found = [session.extend(part, chunk) for part in np.split(tokens[:-steps], range(chunk, len(tokens) - steps, chunk))]
+    found += [session.extend(tokens[i : i + 1], 1) for i in range(len(tokens) - steps, len(tokens))]
+    logits, features = (np.concatenate(parts) for parts in zip(*found, strict=True))
+    expected_logits, expected_features = reference(tokens)
+    assert relative_error(logits, expected_logits) <= TOLERANCE
+    assert relative_error(features, expected_features) <= TOLERANCE
+
+    nodes = np.random.default_rng(1).integers(0, target.config.vocab_size, len(PARENTS))
+    before = jax.tree.map(np.asarray, session.cache)
+    logits, features = session.tree(nodes)
+    for leaf in sorted(set(range(len(PARENTS))) - set(PARENTS.tolist())):
+        path = path_to(leaf)
+        expected_logits, expected_features = reference(np.concatenate([tokens, nodes[path]]))
+        assert relative_error(logits[path], expected_logits[-len(path) :]) <= TOLERANCE
+        assert relative_error(features[path], expected_features[-len(path) :]) <= TOLERANCE
+    jax.tree.map(np.testing.assert_array_equal, session.cache, before)
+
+
+def ported(config: ModelConfig, weights: Callable[[str], np.ndarray]) -> llama.LlamaForCausalLM:
+    """Our module with the tensors that `weights` gives for Hugging Face names."""
+    layout, mesh = llama.layout_of(config, 1), make_mesh(1)
+    return fill(
+        lambda: llama.LlamaForCausalLM(config, layout, jnp.float32),
+        lambda spec: jax.device_put(weights(llama.tensor_names(spec.name)), NamedSharding(mesh, layout.spec(spec.axes))),
+    )
+
+
+def tiny_published(family: str, tied: bool) -> Any:
+    torch.manual_seed(0)
+    common = dict(
+        vocab_size=50,
+        hidden_size=24,
+        intermediate_size=40,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        tie_word_embeddings=tied,
+        initializer_range=0.4,
+        attn_implementation="eager",
+    )
+    if family == "qwen3":
+        config = transformers.Qwen3Config(head_dim=10, rope_theta=1e6, rms_norm_eps=1e-6, **common)
+        model = transformers.Qwen3ForCausalLM(config)
+    else:
+        scaling = dict(
+            rope_type="llama3",
+            rope_theta=1e4,
+            factor=8.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=128,
+        )
+        config = transformers.LlamaConfig(head_dim=16, rms_norm_eps=1e-5, rope_parameters=scaling, **common)
+        model = transformers.LlamaForCausalLM(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.copy_(1 + 0.2 * torch.randn_like(parameter))
+    return model.eval()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_tiny_models_agree_with_transformers(family: str, tied: bool) -> None:
+    published = tiny_published(family, tied)
+    raw = published.config.to_dict() | {"architectures": [type(published).__name__]}
+    config = read_model_config(raw)
+    assert (config.family, config.tie_word_embeddings, config.qk_norm) == (family, tied, family == "qwen3")
+    state = {name: tensor.numpy() for name, tensor in published.state_dict().items()}
+    target = ported(config, state.__getitem__)
+    tokens = np.random.default_rng(2).integers(0, config.vocab_size, 150)
+    compare(target, published, tokens, taps=(0, 1), chunk=64, steps=3)
+
+
+def test_the_scaled_frequencies_of_the_tiny_llama_lie_in_all_three_bands() -> None:
+    config = read_model_config(tiny_published("llama", True).config.to_dict() | {"architectures": ["LlamaForCausalLM"]})
+    plain = 1e4 ** -(np.arange(0, 16, 2) / 16)
+    wavelength = 2 * np.pi / plain
+    ratio = config.rope.inverse_frequencies(16) / plain
+    kept, stretched = wavelength < 128 / 4, wavelength > 128 / 1
+    np.testing.assert_allclose(ratio[kept], 1, rtol=1e-6)
+    np.testing.assert_allclose(ratio[stretched], 1 / 8, rtol=1e-6)
+    between = ratio[~kept & ~stretched]
+    assert ((between > 1 / 8) & (between < 1)).all()
+    assert min(kept.sum(), stretched.sum(), len(between)) >= 1
+    # 150 positions turn a pair of the middle band (wavelength 63) more than twice.
+    assert 150 > wavelength[~kept & ~stretched].max() * 2
+
+
+def test_a_wrong_rope_is_far_outside_the_tolerance() -> None:
+    """The comparison has teeth: without the scaling it fails."""
+    published = tiny_published("llama", True)
+    raw = published.config.to_dict() | {"architectures": ["LlamaForCausalLM"]}
+    raw["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4}
+    state = {name: tensor.numpy() for name, tensor in published.state_dict().items()}
+    tokens = np.random.default_rng(2).integers(0, 50, 150)
+    with pytest.raises(AssertionError):
+        compare(ported(read_model_config(raw), state.__getitem__), published, tokens, (0, 1), chunk=64, steps=3)
+
+
+def test_the_real_smollm2_agrees_with_transformers(smollm2_gguf: Path) -> None:
+    """transformers reads the GGUF file with its own code, so names and the Q/K row order are tested too."""
+    source = GGUFSource(smollm2_gguf)
+    config = read_model_config(source.config)
+    target = ported(config, source.read)
+    published = transformers.AutoModelForCausalLM.from_pretrained(
+        smollm2_gguf.parent, gguf_file=smollm2_gguf.name, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(smollm2_gguf.parent, gguf_file=smollm2_gguf.name)
+    chat = (
+        "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\nWhy is the sky blue? Answer in "
+        "two sentences, and name the physicist who explained it.<|im_end|>\n<|im_start|>assistant\nThe sky"
+    )
+    tokens = np.array(tokenizer(chat)["input_ids"])
+    assert 40 <= len(tokens) <= 80
+    compare(target, published, tokens, taps=(1, 15, 27), chunk=32, steps=3)

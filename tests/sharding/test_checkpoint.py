@@ -1,0 +1,275 @@
+"""The converted layout on disk: parts, digests, the journal, sharded reading."""
+
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding, PartitionSpec
+
+from sharding.checkpoint import (
+    MANIFEST,
+    PARAMS,
+    Manifest,
+    Part,
+    Tensor,
+    load_arrays,
+    partition,
+    read_manifest,
+    verify,
+)
+from sharding.journal import JOURNAL, CheckpointWriter
+from sharding.mesh import TENSOR_AXIS, make_mesh
+
+IDENTITY = {"source": "abc", "dtype": "float32"}
+ROWS = Tensor("a.rows", (48, 6), "float32", axis=0)
+COLUMNS = Tensor("a.columns", (5, 80), "float32", axis=1)
+SMALL = Tensor("norm", (7,), "float32")
+GROUPS = {"a": [ROWS, COLUMNS], "norm": [SMALL]}
+
+
+def cut(array: np.ndarray, slab) -> np.ndarray:
+    return array.take(range(slab.start, slab.stop), axis=slab.tensor.axis)
+
+
+def write(folder: Path, arrays: dict[str, np.ndarray], parts: tuple[Part, ...], **options: bool) -> CheckpointWriter:
+    """Writes all parts that are not finished yet and leaves the finishing to the caller."""
+    writer = CheckpointWriter(folder, IDENTITY, **({"resume": False, "overwrite": False} | options))
+    for part in parts:
+        if part.name not in writer.finished:
+            writer.add(part, {s.tensor.name: cut(arrays[s.tensor.name], s) for s in part.slabs})
+    return writer
+
+
+@pytest.fixture
+def arrays() -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    return {t.name: rng.standard_normal(t.shape).astype(t.dtype) for group in GROUPS.values() for t in group}
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path, arrays) -> Path:
+    """A checkpoint whose two larger tensors are each cut into several slabs."""
+    parts = partition(GROUPS, max_part_bytes=700)
+    write(tmp_path / "model", arrays, parts).finish({"kind": "target"}, parts)
+    return tmp_path / "model"
+
+
+def data_files(folder: Path, part: str) -> list[Path]:
+    """The files that hold a part's numbers, the largest first."""
+    files = [path for path in (folder / PARAMS / part).rglob("*") if path.is_file() and path.parent.name == "d"]
+    return sorted(files, key=lambda path: -path.stat().st_size)
+
+
+tensors = st.builds(
+    lambda index, shape, axis: (index, shape, axis % len(shape)),
+    st.integers(0, 3),
+    st.lists(st.integers(1, 40), min_size=1, max_size=3),
+    st.integers(0, 2),
+)
+
+
+@given(st.lists(tensors, min_size=1, max_size=8), st.integers(200, 4000))
+def test_parts_hold_every_row_once_and_stay_within_their_size(drawn, limit):
+    groups: dict[str, list[Tensor]] = {}
+    for number, (group, shape, axis) in enumerate(drawn):
+        groups.setdefault(f"g{group}", []).append(Tensor(f"t{number}", tuple(shape), "float32", axis))
+    parts = partition(groups, max_part_bytes=limit)
+    assert len({part.name for part in parts}) == len(parts)
+    covered: dict[str, list[int]] = {}
+    for part in parts:
+        assert len({slab.tensor.name for slab in part.slabs}) == len(part.slabs)
+        one_row = len(part.slabs) == 1 and part.slabs[0].stop - part.slabs[0].start == 1
+        assert part.nbytes <= limit or one_row
+        for slab in part.slabs:
+            assert slab.nbytes == int(np.prod(slab.shape)) * 4
+            covered.setdefault(slab.tensor.name, []).extend(range(slab.start, slab.stop))
+    for group in groups.values():
+        for tensor in group:
+            assert covered[tensor.name] == list(range(tensor.shape[tensor.axis]))
+
+
+def test_a_group_that_fits_is_one_part():
+    parts = partition(GROUPS)
+    assert [(part.name, [slab.tensor for slab in part.slabs]) for part in parts] == [
+        ("a", [ROWS, COLUMNS]),
+        ("norm", [SMALL]),
+    ]
+
+
+@pytest.mark.parametrize("devices", [1, 2, 8])
+@pytest.mark.parametrize("limit", [700, 10**6], ids=["slabs", "whole"])
+def test_each_device_gets_its_slice(tmp_path, arrays, devices, limit):
+    parts = partition(GROUPS, max_part_bytes=limit)
+    assert any(not slab.whole for part in parts for slab in part.slabs) == (limit == 700)
+    write(tmp_path / "model", arrays, parts).finish({}, parts)
+    mesh = make_mesh(devices)
+
+    def sharding(tensor: Tensor) -> NamedSharding:
+        split = tensor.shape[tensor.axis] % devices == 0
+        spec = [None] * tensor.axis + [TENSOR_AXIS if split else None]
+        return NamedSharding(mesh, PartitionSpec(*spec))
+
+    loaded = load_arrays(tmp_path / "model", read_manifest(tmp_path / "model"), jnp.float32, sharding)
+    assert set(loaded) == set(arrays)
+    for tensor in (ROWS, COLUMNS, SMALL):
+        array, expected = loaded[tensor.name], arrays[tensor.name]
+        assert array.sharding.is_equivalent_to(sharding(tensor), array.ndim)
+        assert len(array.addressable_shards) == devices
+        for shard in array.addressable_shards:
+            np.testing.assert_array_equal(np.asarray(shard.data), expected[shard.index])
+        if devices > 1 and tensor is not SMALL:
+            assert array.addressable_shards[0].data.nbytes * devices == array.nbytes
+
+
+def test_weights_are_cast_while_they_are_read(checkpoint, arrays):
+    mesh = make_mesh(2)
+    loaded = load_arrays(
+        checkpoint, read_manifest(checkpoint), jnp.bfloat16, lambda t: NamedSharding(mesh, PartitionSpec())
+    )
+    for name, array in loaded.items():
+        np.testing.assert_array_equal(np.asarray(array), arrays[name].astype(jnp.bfloat16))
+
+
+def load(folder: Path) -> dict[str, jax.Array]:
+    mesh = make_mesh(1)
+    return load_arrays(folder, read_manifest(folder), jnp.float32, lambda t: NamedSharding(mesh, PartitionSpec()))
+
+
+def test_verify_finds_one_changed_byte(tmp_path):
+    large = {
+        "large": np.random.default_rng(1).standard_normal((400, 100)).astype(np.float32)
+    }  # Not kept in an index node.
+    parts = partition({"part": [Tensor("large", (400, 100), "float32")]})
+    manifest = write(tmp_path / "model", large, parts).finish({}, parts)
+    verify(tmp_path / "model", manifest)
+    row = large["large"][7].tobytes()
+    (victim,) = [path for path in data_files(tmp_path / "model", "part") if row in path.read_bytes()]
+    raw = bytearray(victim.read_bytes())
+    raw[raw.index(row) + 100] ^= 1
+    victim.write_bytes(raw)
+    with pytest.raises(ValueError, match=r"params/part: large differs from its digest"):
+        verify(tmp_path / "model", manifest)
+
+
+def test_digests_are_of_the_right_tensor(checkpoint):
+    manifest = read_manifest(checkpoint)
+    wrong = {part: dict.fromkeys(digests, "0" * 64) for part, digests in manifest.digests.items()}
+    with pytest.raises(ValueError, match="differs from its digest"):
+        verify(checkpoint, Manifest(manifest.about, manifest.parts, wrong))
+
+
+@pytest.mark.parametrize("damage", ["truncated", "missing", "emptied"])
+def test_a_damaged_part_is_one_line(checkpoint, damage):
+    if damage == "missing":
+        shutil.rmtree(checkpoint / PARAMS / "norm")
+    for file in data_files(checkpoint, "norm") if damage != "missing" else ():
+        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2] if damage == "truncated" else b"")
+    for read in (load, lambda folder: verify(folder, read_manifest(folder))):
+        with pytest.raises(ValueError, match=r"params/norm: cannot be read, convert it again") as caught:
+            read(checkpoint)
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda text: text[: len(text) // 2], "damaged or of another version"),
+        (lambda text: "[]", "damaged or of another version"),
+        (lambda text: text.replace('"format": 1', '"format": 9'), "format: found 9, expected 1"),
+        (lambda text: text.replace('"float32"', '"floaty"'), "damaged or of another version"),
+    ],
+)
+def test_a_damaged_manifest_is_one_line(checkpoint, edit, message):
+    path = checkpoint / MANIFEST
+    path.write_text(edit(path.read_text()))
+    with pytest.raises(ValueError, match=message) as caught:
+        read_manifest(checkpoint)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_folder_without_its_marker_is_refused(tmp_path, arrays):
+    with pytest.raises(ValueError, match=r"no jaxspec.json, so not a converted checkpoint; convert it"):
+        read_manifest(tmp_path / "model")
+    write(tmp_path / "model", arrays, partition(GROUPS))
+    assert not (tmp_path / "model").exists()
+    with pytest.raises(ValueError, match="unfinished .*, continue it with --resume"):
+        read_manifest(tmp_path / "model")
+
+
+def test_a_run_continues_where_its_journal_ends(tmp_path, arrays, checkpoint):
+    parts = partition(GROUPS, max_part_bytes=700)
+    folder = tmp_path / "resumed"
+    writer = write(folder, arrays, parts[:2])
+    # As after a kill: half a journal line, a part that was written but not noted, and one that Orbax had begun.
+    with (writer.partial / JOURNAL).open("a") as journal:
+        journal.write('{"part": "a-2", "dig')
+    for name in (parts[2].name, f"{parts[3].name}.orbax-checkpoint-tmp"):
+        (writer.partial / PARAMS / name).mkdir()
+    kept = {p: p.stat().st_mtime_ns for p in (writer.partial / PARAMS).rglob("*") if parts[0].name in p.parts}
+    assert kept
+
+    resumed = CheckpointWriter(folder, IDENTITY, resume=True, overwrite=False)
+    assert list(resumed.finished) == [part.name for part in parts[:2]]
+    resumed = write(folder, arrays, parts, resume=True)
+    assert {p: p.stat().st_mtime_ns for p in kept} == kept
+    resumed.finish({"kind": "target"}, parts)
+    assert (folder / MANIFEST).read_text() == (checkpoint / MANIFEST).read_text()
+    assert sorted(p.name for p in folder.iterdir()) == sorted(p.name for p in checkpoint.iterdir())
+    verify(folder, read_manifest(folder))
+
+
+def test_a_run_killed_before_its_first_journal_line_starts_again(tmp_path, arrays):
+    partial = tmp_path / "model.partial"
+    (partial / PARAMS).mkdir(parents=True)
+    (partial / JOURNAL).write_text('{"sour')
+    parts = partition(GROUPS)
+    write(tmp_path / "model", arrays, parts, resume=True).finish({}, parts)
+    verify(tmp_path / "model", read_manifest(tmp_path / "model"))
+
+
+def test_another_source_does_not_resume(tmp_path, arrays):
+    write(tmp_path / "model", arrays, partition(GROUPS))
+    with pytest.raises(ValueError, match="source has changed since that run began; start again with --overwrite"):
+        CheckpointWriter(tmp_path / "model", IDENTITY | {"source": "other"}, resume=True, overwrite=False)
+
+
+def test_what_is_in_the_way_is_named(checkpoint, arrays):
+    parts = partition(GROUPS)
+    with pytest.raises(ValueError, match="model: already exists; choose another output or use --overwrite"):
+        write(checkpoint, arrays, parts)
+    write(checkpoint, arrays, parts, overwrite=True)
+    assert [part.name for part in read_manifest(checkpoint).parts] != [
+        part.name for part in parts
+    ]  # Still the old one.
+    shutil.rmtree(checkpoint)
+    with pytest.raises(ValueError, match="left by an unfinished run"):
+        write(checkpoint, arrays, parts)
+    write(checkpoint, arrays, parts, overwrite=True).finish({}, parts)
+    write(checkpoint, arrays, parts, overwrite=True).finish({}, parts)
+    assert [part.name for part in read_manifest(checkpoint).parts] == [part.name for part in parts]
+
+
+def test_only_a_converted_checkpoint_is_overwritten(tmp_path, arrays):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "thesis.tex").write_text("years of work")
+    with pytest.raises(ValueError, match="is not a converted checkpoint, so it is not overwritten"):
+        write(tmp_path / "model", arrays, partition(GROUPS), overwrite=True)
+    assert (tmp_path / "model" / "thesis.tex").exists()
+
+
+def test_the_manifest_lists_every_tensor(checkpoint):
+    table = json.loads((checkpoint / MANIFEST).read_text())
+    assert table["format"] == 1
+    assert table["kind"] == "target"
+    rows = {row["name"]: row for row in table["tensors"]}
+    assert {name: (row["shape"], row["dtype"]) for name, row in rows.items()} == {
+        t.name: (list(t.shape), t.dtype) for t in (ROWS, COLUMNS, SMALL)
+    }
+    assert len(rows["a.rows"]["slabs"]) > 1
+    assert all(len(slab["sha256"]) == 64 for row in rows.values() for slab in row["slabs"])

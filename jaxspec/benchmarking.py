@@ -7,6 +7,7 @@ compiler fuses across them, and the host's price of starting a program, make the
 import dataclasses
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,14 +19,13 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxspec.config import EngineConfig, SamplingParams, SpeculationConfig
-from jaxspec.engine import Engine
+from jaxspec.engine import CALLS_IN_FLIGHT, Engine
 from jaxspec.memory import cache_bytes_per_token
 from jaxspec.round_parts import RoundParts
 
 REPEATS = 20  # of which the median is taken
 WARM_UP = 3
 ENGINE_CALLS = 28  # of the requests that the engine itself is timed on: 20 and those that fill and drain the pipe
-MOST_CALLS_AHEAD = 16
 PARTS = ("draft", "grow", "verify", "commit")
 
 
@@ -74,8 +74,15 @@ def measure_bandwidth(device: jax.Device) -> float:
     """Bytes/s, read and written together, of a large copy on `device`."""
     elements = 2**25 if device.platform == "cpu" else 2**28
     array = jax.device_put(jax.random.bits(jax.random.key(0), (elements,), jnp.uint32), device)
-    flip = jax.jit(lambda x: ~x)
-    return 2 * array.nbytes / seconds_ahead(lambda: flip(array))
+    # In place, since a CPU would pay for new memory page by page; the second result is what can be waited for.
+    flip = jax.jit(lambda x: (~x, x[0]), donate_argnums=0)
+
+    def call() -> jax.Array:
+        nonlocal array
+        array, first = flip(array)
+        return first
+
+    return 2 * array.nbytes / seconds_ahead(call)
 
 
 def seconds_waited(call: Callable[[], Any], repeats: int = REPEATS) -> float:
@@ -90,16 +97,17 @@ def seconds_waited(call: Callable[[], Any], repeats: int = REPEATS) -> float:
     return statistics.median(times)
 
 
-def seconds_ahead(
-    call: Callable[[], Any], reset: Callable[[], Any] = lambda: None, calls: int = 2, repeats: int = REPEATS
-) -> float:
-    """The median time of one of `calls` calls dispatched together; `reset` runs untimed before each lot."""
+def seconds_ahead(call: Callable[[], Any], repeats: int = REPEATS) -> float:
+    """The median time of a call in a pipeline of as many as the engine keeps in flight, after warming up."""
+    in_flight: deque[Any] = deque()
     times = []
     for _ in range(WARM_UP + repeats):
-        jax.block_until_ready(reset())
         began = time.perf_counter()
-        jax.block_until_ready([call() for _ in range(calls)])
-        times.append((time.perf_counter() - began) / calls)
+        in_flight.append(call())
+        if len(in_flight) == CALLS_IN_FLIGHT:
+            jax.block_until_ready(in_flight.popleft())
+        times.append(time.perf_counter() - began)
+    jax.block_until_ready(list(in_flight))
     return statistics.median(times[WARM_UP:])
 
 
@@ -193,9 +201,8 @@ def time_round(engine: Engine, context: int) -> RoundTiming:
     def timing(call: Callable[[], Any], size: int, rounds: int = 1) -> PartTiming:
         bench.reset()
         waited = seconds_waited(call)
-        # Enough calls that the last wait weighs little, few enough that the sequences stay about as long as they are.
-        calls = min(max(2, round(0.03 / waited)), MOST_CALLS_AHEAD)
-        return PartTiming(seconds_ahead(call, bench.reset, calls) / rounds, waited / rounds, size)
+        bench.reset()
+        return PartTiming(seconds_ahead(call) / rounds, waited / rounds, size)
 
     whole = timing(bench.round, sum(moved.values()), speculation.rounds_per_call)
     parts = {name: timing(call, moved[name]) for name, call in bench.parts().items()}

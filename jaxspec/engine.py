@@ -102,11 +102,14 @@ class Engine:
         mesh = make_mesh(config.devices)
         report(f"loading target {target}")
         target_module = load_target(Path(target), mesh)
+        tokenizer = Tokenizer.from_checkpoint(Path(target))
         drafter_module = None
         if drafter is not None:
             report(f"loading drafter {drafter}")
             drafter_module = load_drafter(Path(drafter), mesh, target_module.config)
-        tokenizer = Tokenizer.from_checkpoint(Path(target))
+            # Most drafters bring no tokenizer: they speak in the target's ids.
+            if (Path(drafter) / "tokenizer" / "tokenizer.json").is_file():
+                check_tokenizers(tokenizer, Tokenizer.from_checkpoint(Path(drafter)))
         return cls(
             target_module,
             drafter_module,
@@ -460,6 +463,15 @@ class Engine:
         request.slot = None
         self._pages.give_back(request.pages)
         request.pages = []
+
+
+def check_tokenizers(target: Tokenizer, drafter: Tokenizer) -> None:
+    """Raises ValueError where the drafter's tokenizer gives other ids than the target's."""
+    if target.fingerprint != drafter.fingerprint:
+        raise ValueError(
+            f"drafter tokenizer: found fingerprint {drafter.fingerprint[:12]}, but the target's is "
+            f"{target.fingerprint[:12]}: a drafter of another tokenizer"
+        )
 
 
 def _size(leaves: tuple[jax.Array, ...]) -> str:

@@ -85,7 +85,7 @@ def read_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
       ValueError: naming file, line and field.
     """
     prompts: dict[str, Prompt] = {}
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
         if not line.strip():
             continue
         if limit is not None and len(prompts) == limit:

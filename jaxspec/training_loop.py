@@ -135,12 +135,13 @@ def train(
     return state.parameters, history
 
 
-def read_parameters(path: Path) -> Parameters:
-    """The drafter's float32 weights in a checkpoint of `train`."""
+def read_checkpoint(path: Path) -> tuple[Parameters, int]:
+    """The drafter's float32 weights in a checkpoint of `train`, and the steps that they have taken."""
     with safe_open(path, framework="numpy") as file:
         prefix, suffix = ".parameters['", "']"
         names = [key for key in file.keys() if key.startswith(prefix)]  # noqa: SIM118
-        return {key[len(prefix) : -len(suffix)]: jnp.asarray(file.get_tensor(key)) for key in names}
+        parameters = {key[len(prefix) : -len(suffix)]: jnp.asarray(file.get_tensor(key)) for key in names}
+        return parameters, int(file.get_tensor(".step"))
 
 
 def evaluate(trainer: Trainer, parameters: Parameters, examples: Examples, run: RunConfig) -> dict[str, Any]:
@@ -242,7 +243,6 @@ class _Meter:
         figures = {"tokens_per_second": round(self._tokens / seconds), "tflops": round(self._flops / seconds / 1e12, 2)}
         if self._peak:
             figures["mfu"] = round(self._flops / seconds / self._peak, 4)
-        self.restart()
         return figures
 
 

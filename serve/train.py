@@ -68,7 +68,7 @@ def train_command(
 
     from jaxspec.training_data import AnswerConfig, read_answers, split_examples, write_answers
     from jaxspec.training_export import export_drafter
-    from jaxspec.training_loop import RunConfig, read_parameters, steps_per_epoch, train
+    from jaxspec.training_loop import RunConfig, read_checkpoint, steps_per_epoch, train
     from model.config import check_drafter
     from model.loading import load_target, open_checkpoint
     from model.tokenizer import Tokenizer
@@ -145,8 +145,9 @@ def train_command(
         progress.close()
     if "export" in stages:
         with bad_input():
-            parameters = read_parameters(work / "run" / "checkpoint.safetensors")
+            parameters, taken = read_checkpoint(work / "run" / "checkpoint.safetensors")
             history = [json.loads(line) for line in (work / "run" / "history.jsonl").read_text().splitlines()]
+            history = [entry for entry in history if entry["step"] <= taken]
             figures = work / "run" / "figures.json"  # not there while the run is unfinished
             record = {
                 "target": target.name,
@@ -155,8 +156,8 @@ def train_command(
                 "tokens": int(examples.lengths.sum()),
                 "answer_tokens": int((examples.lengths - examples.prompt_lengths).sum()),
                 "sources": {str(name): int((examples.sources == name).sum()) for name in sorted(set(examples.sources))},
-                "answers": asdict(answers),
-                "training": asdict(run) | {"finished_steps": history[-1]["step"] if history else 0},
+                "answers": json.loads((work / "answers" / "settings.json").read_text()),
+                "training": asdict(run) | {"finished_steps": taken},
                 "held_out": json.loads(figures.read_text()) if figures.is_file() else {},
             }
             export_drafter(output, drafter, parameters, record, history)

@@ -22,6 +22,7 @@ FORMAT_VERSION = 1
 MANIFEST = "jaxspec.json"
 PARAMS = "params"
 MAX_PART_BYTES = 256 * 10**6  # While a part is written, Orbax's buffers hold it once or twice more.
+CHECKED_ON_LOADING = 8 * 10**9  # Bytes of weights whose digests take seconds.
 CHUNK_BYTES = (
     16 * 2**20
 )  # What one read fetches at least: small against a part, so a device reads little but its slice.
@@ -185,9 +186,13 @@ def load_arrays(
 ) -> dict[str, jax.Array]:
     """Reads every tensor, cast to `dtype`, onto the devices that `sharding` names; each device gets its own slice.
 
+    Digests are compared first where that takes seconds; of a larger checkpoint only `verify` compares them.
+
     Raises:
       ValueError: naming the part, if it is missing or damaged.
     """
+    if sum(part.nbytes for part in manifest.parts) <= CHECKED_ON_LOADING:
+        verify(folder, manifest)
     arrays: dict[str, jax.Array] = {}
     pending: dict[str, list[tuple[Slab, np.ndarray]]] = {}
     for part in manifest.parts:
@@ -240,7 +245,7 @@ def _read(folder: Path, part: Part, wanted: Mapping[str, Any]) -> dict[str, Any]
     try:
         with _orbax():
             return ocp.load(path.absolute(), dict(wanted))
-    except (ValueError, KeyError, TypeError, OSError) as error:
+    except Exception as error:  # damaged data reaches us as whatever the storage library raises, bare Exception too
         raise ValueError(f"{path}: cannot be read, convert it again: {_one_line(error)}") from error
 
 

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 
 from sharding.mesh import TENSOR_AXIS
 
+TOP_K_CHUNK = 1024
+
 
 def device_index(split: bool) -> jax.Array:
     """This device's place along the mesh axis, int32 []; 0 where nothing is split."""
@@ -42,7 +44,7 @@ def top_k(logits: jax.Array, k: int, split: bool) -> tuple[jax.Array, jax.Array]
       values float32 [..., k] descending, ids int32 [..., k].
     """
     local = logits.shape[-1]
-    values, ids = jax.lax.top_k(logits, min(k, local))
+    values, ids = _local_top_k(logits, min(k, local))
     ids = ids.astype(jnp.int32) + device_index(split) * local
     if not split:
         return values, ids
@@ -51,6 +53,20 @@ def top_k(logits: jax.Array, k: int, split: bool) -> tuple[jax.Array, jax.Array]
     ids = jax.lax.all_gather(ids, TENSOR_AXIS, axis=ids.ndim - 1, tiled=True)
     values, places = jax.lax.top_k(values, k)
     return values, jnp.take_along_axis(ids, places, axis=-1)
+
+
+def _local_top_k(logits: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+    """`lax.top_k`, in two stages where a row is long: a GPU gives each row to one block of threads."""
+    vocab = logits.shape[-1]
+    if k > TOP_K_CHUNK // 16 or vocab <= 4 * TOP_K_CHUNK:
+        return jax.lax.top_k(logits, k)
+    padded = jnp.pad(logits, [(0, 0)] * (logits.ndim - 1) + [(0, -vocab % TOP_K_CHUNK)], constant_values=-jnp.inf)
+    chunks = padded.reshape(*logits.shape[:-1], -1, TOP_K_CHUNK)
+    values, ids = jax.lax.top_k(chunks, k)  # [..., chunks, k]
+    ids += TOP_K_CHUNK * jnp.arange(chunks.shape[-2])[:, None]
+    # Chunks stand in the order of their ids, so among equals the lower id still comes first.
+    values, places = jax.lax.top_k(values.reshape(*logits.shape[:-1], -1), k)
+    return values, jnp.take_along_axis(ids.reshape(*logits.shape[:-1], -1), places, axis=-1)
 
 
 def argmax(scores: jax.Array, split: bool) -> jax.Array:

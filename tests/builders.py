@@ -83,16 +83,12 @@ def random_weights(build: Callable[[], nnx.Module], layout: Layout, mesh: jax.sh
 
 def tiny_target(config: ModelConfig = GROUPED, devices: int = 1, seed: int = 0) -> llama.LlamaForCausalLM:
     layout = llama.layout_of(config, devices)
-    return random_weights(
-        lambda: llama.LlamaForCausalLM(config, layout, jnp.float32), layout, make_mesh(devices), seed
-    )
+    return random_weights(lambda: llama.LlamaForCausalLM(config, layout, jnp.float32), layout, make_mesh(devices), seed)
 
 
 def tiny_dflash(config: DFlashConfig = DFLASH, devices: int = 1, seed: int = 1) -> dflash.DFlashDrafter:
     layout = dflash.layout_of(config, devices)
-    return random_weights(
-        lambda: dflash.DFlashDrafter(config, layout, jnp.float32), layout, make_mesh(devices), seed
-    )
+    return random_weights(lambda: dflash.DFlashDrafter(config, layout, jnp.float32), layout, make_mesh(devices), seed)
 
 
 def on_mesh(devices: int, module: nnx.Module, body: Callable[..., Any]) -> Callable[..., Any]:
@@ -107,9 +103,9 @@ def on_mesh(devices: int, module: nnx.Module, body: Callable[..., Any]) -> Calla
     @jax.jit
     def call(leaves: Sequence[jax.Array], *arguments: Any) -> Any:
         specs = (leaf_specs, *[PartitionSpec()] * len(arguments))
-        return jax.shard_map(
-            run, mesh=make_mesh(devices), in_specs=specs, out_specs=PartitionSpec(), check_vma=False
-        )(leaves, *arguments)
+        return jax.shard_map(run, mesh=make_mesh(devices), in_specs=specs, out_specs=PartitionSpec(), check_vma=False)(
+            leaves, *arguments
+        )
 
     return lambda *arguments: call(leaves, *arguments)
 
@@ -156,7 +152,9 @@ def oracle_drafting(drafter: Oracle, target: Any, length: int, top_k_cap: int) -
         levels = 1 + jnp.arange(length)
         # A rank of K leaves the true token out.
         loose = jax.random.randint(keys[0], (length,), 0, top_k_cap + 1)
-        strict = jnp.where(levels < planned, 0, jnp.where(levels == planned, drafter.rank[...][row, position], top_k_cap))
+        strict = jnp.where(
+            levels < planned, 0, jnp.where(levels == planned, drafter.rank[...][row, position], top_k_cap)
+        )
         ranks = jnp.where(truth < 0, top_k_cap, jnp.where(planned < 0, loose, strict))[:, None]
         noise = jax.random.uniform(keys[1], (length, vocab)).at[jnp.arange(length), truth].set(-1.0, mode="drop")
         _, others = jax.lax.top_k(noise, top_k_cap)
@@ -240,5 +238,3 @@ def finish(engine: Engine, ids: Sequence[int]) -> dict[int, Any]:
             if output.finish_reason is not None:
                 ended[output.request_id] = (tokens[output.request_id], output.finish_reason, output.statistics)
     return ended
-
-

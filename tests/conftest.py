@@ -27,3 +27,9 @@ def smollm2_gguf() -> Path:
 def smollm2_checkpoint(smollm2_gguf: Path) -> Path:
     """SmolLM2-135M-Instruct converted to float32, kept from run to run."""
     return converted(smollm2_gguf, CACHE / "checkpoints")
+
+
+@pytest.fixture(scope="session")
+def smollm2_drafter() -> Path:
+    """The drafter that the project ships, converted to float32."""
+    return converted(CACHE.parent / "drafters" / "smollm2-135m-dflash", CACHE / "checkpoints")

@@ -147,13 +147,21 @@ def test_host_wait_and_share_of_the_bound():
     assert RoundTiming(16, part, {}, 0.0065).host_wait == pytest.approx(0.0025)
 
 
-def test_calls_ahead_are_divided_by_their_number(monkeypatch):
-    clock = iter(np.arange(100.0))
-    monkeypatch.setattr(benchmarking.time, "perf_counter", lambda: next(clock))
-    calls = []
-    seconds = seconds_ahead(lambda: calls.append(0), lambda: calls.append(1), calls=4, repeats=5)
-    assert seconds == 0.25
-    assert calls == [1, 0, 0, 0, 0] * (5 + benchmarking.WARM_UP)
+def test_calls_ahead_are_waited_for_once_two_are_in_flight(monkeypatch):
+    events = []
+    monkeypatch.setattr(benchmarking.jax, "block_until_ready", lambda x: events.append(("wait", x)))
+    numbers = iter(range(100))
+
+    def call():
+        events.append(("call", number := next(numbers)))
+        return number
+
+    seconds_ahead(call, repeats=2)
+    assert benchmarking.CALLS_IN_FLIGHT == 2
+    assert events == [
+        ("call", 0), ("call", 1), ("wait", 0), ("call", 2), ("wait", 1), ("call", 3), ("wait", 2), ("call", 4),
+        ("wait", 3), ("wait", [4]),
+    ]  # fmt: skip
 
 
 def run(*options):

@@ -14,6 +14,8 @@ from jaxspec.engine import CALLS_IN_FLIGHT, Engine
 from sharding.mesh import make_mesh
 from tests.builders import DFLASH, GROUPED, Plan, finish, oracle, oracle_drafting, tiny_dflash, tiny_target
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 BLOCK = 8
 LIMIT = 30
 CONTEXT = 64
@@ -60,9 +62,7 @@ def world() -> World:
         config=EngineConfig(slots=16, max_context=CONTEXT, prefill_chunk=64),
     )
     answers = [done.tokens for done in plain.generate(prompts, [sampling(i) for i in range(REQUESTS)])]
-    plans = [
-        Plan(1000 + i, prompts[i], answers[i], [] if i % 2 else [(BLOCK - 1, 0)] * LIMIT) for i in range(REQUESTS)
-    ]
+    plans = [Plan(1000 + i, prompts[i], answers[i], [] if i % 2 else [(BLOCK - 1, 0)] * LIMIT) for i in range(REQUESTS)]
     engine = Engine(
         tiny_target(),
         oracle(plans, 8, BLOCK - 1, 1),
@@ -190,9 +190,7 @@ def test_random_traffic(world: World, seed: int) -> None:
             stop = (int(rng.choice(world.answers[index])),) if rng.random() < 0.5 else ()
             stopped = bool(stop) and stop[0] in answer
             request_id = world.add(index, max_tokens=limit, stop_token_ids=stop)
-            expected[request_id] = (
-                (answer[: answer.index(stop[0]) + 1], "stop") if stopped else (answer, "length")
-            )
+            expected[request_id] = (answer[: answer.index(stop[0]) + 1], "stop") if stopped else (answer, "length")
             live.add(request_id)
             tokens[request_id] = []
         elif action == "abort" and live - aborted:
@@ -250,7 +248,7 @@ def test_requests_that_outgrow_the_cache_pause_and_resume(world: World) -> None:
         oracle([Plan(1000 + i, world.prompts[i], world.answers[i]) for i in range(REQUESTS)], 8, BLOCK - 1, 1),
         mesh=make_mesh(1),
         speculation=SpeculationConfig(budget=8, top_k_cap=2),
-        config=EngineConfig(slots=4, page_size=4, max_context=CONTEXT, cache_tokens=64, prefill_chunk=64),
+        config=EngineConfig(slots=4, page_size=4, max_context=CONTEXT, cache_tokens=64, prefill_chunk=16),
         make_drafting=oracle_drafting,
     )
     ids = [engine.add(world.prompts[index], sampling(index)) for index in range(REQUESTS)]
@@ -287,8 +285,6 @@ def test_levels_mix_in_one_batch_beside_a_real_drafter(world: World) -> None:
         config=EngineConfig(slots=4, max_context=CONTEXT, prefill_chunk=64),
     )
     assert [done.tokens for done in engine.generate(prompts, params)] == expected
-    # Taken one after the other, and a second time over, they answer the same.
-    assert [engine.generate([prompt], one)[0].tokens for prompt, one in zip(prompts, params, strict=True)] == expected
     assert engine._pages.free == engine.page_count
 
 
@@ -428,7 +424,7 @@ class TestBadInput:
 
     def test_a_cache_larger_than_memory(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(jaxspec.engine, "available_bytes", lambda mesh: 1000)
-        with pytest.raises(ValueError, match="cache_tokens: 4096 tokens need .* GB of memory a device, found 0.00 GB"):
+        with pytest.raises(ValueError, match="cache_tokens: 4096 tokens need .* GB .*, found 0.00 GB free"):
             Engine(tiny_target(), mesh=make_mesh(1))
 
     def test_prompts_and_settings_of_different_number(self, world: World) -> None:

@@ -30,6 +30,8 @@ from tests.builders import (
     tiny_target,
 )
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 SAMPLINGS = {
     "greedy": SamplingParams(temperature=0),
     "temperature": SamplingParams(temperature=1),
@@ -212,9 +214,7 @@ def test_a_perfect_drafter_fills_every_round_and_a_wrong_one_none() -> None:
     budget, depth, model = 8, 3, "grouped"
     answers = plain_answers(model)["temperature"]
     full = [[(depth, 0)] * ANSWER, [(0, 0)] * ANSWER, [(depth, 1)] * ANSWER]
-    plans = [
-        Plan(100 + index, prompt, answers[index], full[index]) for index, prompt in enumerate(prompts(model))
-    ]
+    plans = [Plan(100 + index, prompt, answers[index], full[index]) for index, prompt in enumerate(prompts(model))]
     case = ("temperature", budget, 4, depth + 1, 16, 1, 1, model)
     (done,) = run_with_oracle(case, plans, ["temperature"])
     assert [done[index][0] for index in range(3)] == answers

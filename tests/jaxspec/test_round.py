@@ -19,6 +19,8 @@ from jaxspec.state import emitted_tokens, empty_rows, put_slots, take_slots
 from sharding.mesh import make_mesh
 from tests.builders import DFLASH, GROUPED, Guided, Plan, guided_drafting, oracle, tiny_dflash, tiny_target
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 SLOTS, PAGE, WIDTH, PAGES = 4, 4, 16, 70
 BLOCK = DFLASH.block_size
 PROMPTS = [
@@ -158,7 +160,9 @@ def test_only_accepted_rows_are_written_and_they_are_plain_decodings(plain: Benc
     for found, expected in zip(bench.pools(), plain.pools(), strict=True):
         for row, prompt in enumerate(PROMPTS):
             for ours, theirs in zip(
-                bench.slots_of(row, 0, len(prompt) - 1 + ANSWER), plain.slots_of(row, 0, len(prompt) - 1 + ANSWER), strict=True
+                bench.slots_of(row, 0, len(prompt) - 1 + ANSWER),
+                plain.slots_of(row, 0, len(prompt) - 1 + ANSWER),
+                strict=True,
             ):
                 np.testing.assert_allclose(found[ours], expected[theirs], rtol=2e-4, atol=2e-5)
 

@@ -25,7 +25,7 @@ from jaxspec.training import (
 )
 from jaxspec.training_data import AnswerConfig, Examples, read_answers, split_examples, write_answers
 from jaxspec.training_export import export_drafter
-from jaxspec.training_loop import RunConfig, batch_order, read_parameters, steps_per_epoch, train
+from jaxspec.training_loop import RunConfig, batch_order, read_checkpoint, steps_per_epoch, train
 from jaxspec.training_prompts import Prompt, invent_prompts, read_prompts, reads_like_a_request
 from jaxspec.training_templates import template_prompts
 from model.cache import write_rows
@@ -300,7 +300,9 @@ def test_interrupted_and_resumed_ends_like_uninterrupted(target, tmp_path):
         np.testing.assert_array_equal(whole[name], resumed[name], err_msg=name)
     assert [entry["step"] for entry in again] == [entry["step"] for entry in history]
     assert again[-1]["held_out"] == history[-1]["held_out"]
-    for name, value in read_parameters(tmp_path / "b" / "checkpoint.safetensors").items():
+    restored, taken = read_checkpoint(tmp_path / "b" / "checkpoint.safetensors")
+    assert taken == history[-1]["step"]
+    for name, value in restored.items():
         np.testing.assert_array_equal(value, whole[name])
     assert json.loads((tmp_path / "b" / "figures.json").read_text())["source counting"]["examples"] == len(held_out)
     other = dataclasses.replace(run, learning_rate=1e-3)

@@ -25,7 +25,9 @@ def good() -> ForwardBatch:
 
 def trace(batch: ForwardBatch) -> None:
     target = tiny_target()
-    cache = tuple(tuple(jax.ShapeDtypeStruct((4, 2, *r.shape), jnp.float32) for r in layer) for layer in target.cache_rows)
+    cache = tuple(
+        tuple(jax.ShapeDtypeStruct((4, 2, *r.shape), jnp.float32) for r in layer) for layer in target.cache_rows
+    )
     jax.eval_shape(on_mesh(1, target, lambda module, batch, cache: module(batch, cache, ())), batch, cache)
 
 

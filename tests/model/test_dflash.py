@@ -133,7 +133,9 @@ class Session:
             return write_rows(cache, drafting.context_rows(features, positions), table, positions, keep)
 
         def propose(pair: Any, state: Any, cache: Any, table: Any) -> Any:
-            return dflash_drafting(pair.drafter, pair.target, config.depth, config.vocab_size).propose(state, cache, table)
+            return dflash_drafting(pair.drafter, pair.target, config.depth, config.vocab_size).propose(
+                state, cache, table
+            )
 
         pair = Pair(self.drafter, self.target)
         # On a larger mesh the pools are split; programs there are tested through the engine.
@@ -159,7 +161,9 @@ class Session:
     def reference(self, features: np.ndarray, anchor: int, **changes: Any) -> np.ndarray:
         target = weights_of(self.target)
         embedding = target["embed_tokens.weight"]
-        return reference(self.drafter.config, weights_of(self.drafter), embedding, embedding, features, anchor, **changes)
+        return reference(
+            self.drafter.config, weights_of(self.drafter), embedding, embedding, features, anchor, **changes
+        )
 
 
 def random_features(rng: np.random.Generator, *shape: int) -> np.ndarray:

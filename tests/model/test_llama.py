@@ -17,8 +17,9 @@ from model import llama
 from model.batch import ForwardBatch
 from model.cache import empty_cache, write_rows
 from model.config import ModelConfig, read_model_config
-from model.gguf_source import GGUFSource
+from model.loading import load_target
 from model.parameters import fill
+from model.tokenizer import Tokenizer
 from sharding.mesh import make_mesh
 from tests.builders import on_mesh
 
@@ -39,7 +40,9 @@ class Session:
 
     def __post_init__(self) -> None:
         mesh = make_mesh(1)
-        self.cache = empty_cache(self.target.cache_rows, self.pages + 3, self.page_size, self.target.layout, mesh, "float32")
+        self.cache = empty_cache(
+            self.target.cache_rows, self.pages + 3, self.page_size, self.target.layout, mesh, "float32"
+        )
         self.table = np.random.default_rng(0).permutation(self.pages + 3)[None, : self.pages].astype(np.int32)
         self.length = 0
         taps = self.taps
@@ -99,7 +102,9 @@ def compare(target: Any, published: Any, tokens: np.ndarray, taps: tuple[int, ..
         return output.logits[0].numpy(), features[0].numpy()
 
     session = Session(target, taps, page_size=4, pages=-(-len(tokens) // 4) + 2)
-    found = [session.extend(part, chunk) for part in np.split(tokens[:-steps], range(chunk, len(tokens) - steps, chunk))]
+    found = [
+        session.extend(part, chunk) for part in np.split(tokens[:-steps], range(chunk, len(tokens) - steps, chunk))
+    ]
     found += [session.extend(tokens[i : i + 1], 1) for i in range(len(tokens) - steps, len(tokens))]
     logits, features = (np.concatenate(parts) for parts in zip(*found, strict=True))
     expected_logits, expected_features = reference(tokens)
@@ -122,36 +127,38 @@ def ported(config: ModelConfig, weights: Callable[[str], np.ndarray]) -> llama.L
     layout, mesh = llama.layout_of(config, 1), make_mesh(1)
     return fill(
         lambda: llama.LlamaForCausalLM(config, layout, jnp.float32),
-        lambda spec: jax.device_put(weights(llama.tensor_names(spec.name)), NamedSharding(mesh, layout.spec(spec.axes))),
+        lambda spec: jax.device_put(
+            weights(llama.tensor_names(spec.name)), NamedSharding(mesh, layout.spec(spec.axes))
+        ),
     )
 
 
 def tiny_published(family: str, tied: bool) -> Any:
     torch.manual_seed(0)
-    common = dict(
-        vocab_size=50,
-        hidden_size=24,
-        intermediate_size=40,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        tie_word_embeddings=tied,
-        initializer_range=0.4,
-        attn_implementation="eager",
-    )
+    common = {
+        "vocab_size": 50,
+        "hidden_size": 24,
+        "intermediate_size": 40,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": tied,
+        "initializer_range": 0.4,
+        "attn_implementation": "eager",
+    }
     if family == "qwen3":
         config = transformers.Qwen3Config(head_dim=10, rope_theta=1e6, rms_norm_eps=1e-6, **common)
         model = transformers.Qwen3ForCausalLM(config)
     else:
-        scaling = dict(
-            rope_type="llama3",
-            rope_theta=1e4,
-            factor=8.0,
-            low_freq_factor=1.0,
-            high_freq_factor=4.0,
-            original_max_position_embeddings=128,
-        )
+        scaling = {
+            "rope_type": "llama3",
+            "rope_theta": 1e4,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 128,
+        }
         config = transformers.LlamaConfig(head_dim=16, rms_norm_eps=1e-5, rope_parameters=scaling, **common)
         model = transformers.LlamaForCausalLM(config)
     with torch.no_grad():
@@ -186,7 +193,7 @@ def test_the_scaled_frequencies_of_the_tiny_llama_lie_in_all_three_bands() -> No
     assert ((between > 1 / 8) & (between < 1)).all()
     assert min(kept.sum(), stretched.sum(), len(between)) >= 1
     # 150 positions turn a pair of the middle band (wavelength 63) more than twice.
-    assert 150 > wavelength[~kept & ~stretched].max() * 2
+    assert wavelength[~kept & ~stretched].max() * 2 < 150
 
 
 def test_a_wrong_rope_is_far_outside_the_tolerance() -> None:
@@ -200,19 +207,17 @@ def test_a_wrong_rope_is_far_outside_the_tolerance() -> None:
         compare(ported(read_model_config(raw), state.__getitem__), published, tokens, (0, 1), chunk=64, steps=3)
 
 
-def test_the_real_smollm2_agrees_with_transformers(smollm2_gguf: Path) -> None:
+def test_the_real_smollm2_agrees_with_transformers(smollm2_gguf: Path, smollm2_checkpoint: Path) -> None:
     """transformers reads the GGUF file with its own code, so names and the Q/K row order are tested too."""
-    source = GGUFSource(smollm2_gguf)
-    config = read_model_config(source.config)
-    target = ported(config, source.read)
+    target = load_target(smollm2_checkpoint, make_mesh(1))
+    assert target.embed_tokens.weight.dtype == jnp.float32
     published = transformers.AutoModelForCausalLM.from_pretrained(
         smollm2_gguf.parent, gguf_file=smollm2_gguf.name, dtype=torch.float32, attn_implementation="eager"
     ).eval()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(smollm2_gguf.parent, gguf_file=smollm2_gguf.name)
     chat = (
         "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\nWhy is the sky blue? Answer in "
         "two sentences, and name the physicist who explained it.<|im_end|>\n<|im_start|>assistant\nThe sky"
     )
-    tokens = np.array(tokenizer(chat)["input_ids"])
+    tokens = np.array(Tokenizer.from_checkpoint(smollm2_checkpoint).encode(chat))
     assert 40 <= len(tokens) <= 80
     compare(target, published, tokens, taps=(1, 15, 27), chunk=32, steps=3)

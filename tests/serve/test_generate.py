@@ -286,3 +286,18 @@ def test_help_needs_no_jax():
     program = "import sys, serve.cli; print('jax' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
+
+
+def test_a_drafter_of_another_tokenizer_is_refused(run, folders, tmp_path):
+    drafter = tmp_path / "drafter"
+    shutil.copytree(folders["drafter"], drafter)
+    shutil.rmtree(drafter / "tokenizer", ignore_errors=True)
+    shutil.copytree(folders["target"] / "tokenizer", drafter / "tokenizer")
+    assert run("--prompt", "Hello", "--drafter", drafter, "--max-tokens", 2)[0] == 0
+    path = drafter / "tokenizer" / "tokenizer.json"
+    path.write_text(
+        path.read_text().replace('"a":', '"swapped":').replace('"b":', '"a":').replace('"swapped":', '"b":')
+    )
+    code, out, err = run("--prompt", "Hello", "--drafter", drafter)
+    assert (code, out) == (2, "")
+    assert "drafter tokenizer: found fingerprint" in err.splitlines()[-1]

@@ -56,6 +56,18 @@ class TestOnAMesh:
         np.testing.assert_array_equal(ids, expected)
         np.testing.assert_array_equal(values, np.take_along_axis(logits, expected, -1))
 
+    @pytest.mark.parametrize("vocab", [5000 * 8, 4100 * 8])
+    @pytest.mark.parametrize("levels", [3, 10**6])
+    def test_top_k_of_a_long_row_in_two_stages(self, devices: int, vocab: int, levels: int) -> None:
+        values = np.random.default_rng(vocab).integers(0, levels, (3, vocab)).astype(np.float32)
+        values[1] = -np.inf
+        values[2, 7:] = -np.inf
+        for k in (1, 16, 200):
+            found, ids = run(devices, lambda part, split, k=k: collectives.top_k(part, k, split), values)
+            expected = np.argsort(-values, axis=-1, kind="stable")[:, :k]
+            np.testing.assert_array_equal(ids, expected)
+            np.testing.assert_array_equal(found, np.take_along_axis(values, expected, -1))
+
     def test_log_sum_exp(self, devices: int, logits: np.ndarray) -> None:
         exact = np.log(np.exp(logits.astype(np.float64)).sum(-1))
         np.testing.assert_allclose(run(devices, collectives.log_sum_exp, logits), exact, rtol=1e-6, atol=1e-6)

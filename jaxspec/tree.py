@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-MAX_BUDGET = 1024
+from jaxspec.config import MAX_BUDGET
 
 
 @jax.tree_util.register_dataclass

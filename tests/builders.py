@@ -232,8 +232,12 @@ def finish(engine: Engine, ids: Sequence[int]) -> dict[int, Any]:
     """Steps until the requests `ids` end; each one's (tokens, finish reason, statistics)."""
     tokens: dict[int, list[int]] = {}
     ended: dict[int, Any] = {}
+    idle = 0
     while not all(i in ended for i in ids):
-        for output in engine.step():
+        outputs = engine.step()
+        idle = 0 if outputs else idle + 1
+        assert idle < 1000, "the engine brings nothing any more"
+        for output in outputs:
             tokens.setdefault(output.request_id, []).extend(output.tokens)
             if output.finish_reason is not None:
                 ended[output.request_id] = (tokens[output.request_id], output.finish_reason, output.statistics)

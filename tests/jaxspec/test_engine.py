@@ -29,19 +29,24 @@ def sampling(index: int, **changes: Any) -> SamplingParams:
 
 @dataclass(frozen=True)
 class World:
-    """Prompts, what plain decoding answers to each, and an engine that drafts perfectly for the even ones."""
+    """Prompts, what plain decoding answers to each, and engines with an oracle.
+
+    `engine` drafts perfectly for the even requests and at random ranks for the odd ones. `cramped` does so for all, and
+    its cache has 16 pages for four requests that want up to 16 each.
+    """
 
     plain: Engine
     engine: Engine
+    cramped: Engine
     prompts: list[list[int]]
     answers: list[list[int]]
 
     def add(self, index: int, **changes: Any) -> int:
         return self.engine.add(self.prompts[index], sampling(index, **changes))
 
-    def idle(self) -> None:
+    def idle(self, engine: Engine | None = None) -> None:
         """Everything that a finished engine must have given back."""
-        engine = self.engine
+        engine = engine or self.engine
         while engine._in_flight:
             engine.step()
         assert not engine.has_work
@@ -63,15 +68,19 @@ def world() -> World:
     )
     answers = [done.tokens for done in plain.generate(prompts, [sampling(i) for i in range(REQUESTS)])]
     plans = [Plan(1000 + i, prompts[i], answers[i], [] if i % 2 else [(BLOCK - 1, 0)] * LIMIT) for i in range(REQUESTS)]
-    engine = Engine(
-        tiny_target(),
-        oracle(plans, 8, BLOCK - 1, 1),
-        mesh=make_mesh(1),
-        speculation=SpeculationConfig(budget=8, top_k_cap=2),
-        config=EngineConfig(slots=4, page_size=4, max_context=CONTEXT, prefill_chunk=16),
-        make_drafting=oracle_drafting,
-    )
-    return World(plain, engine, prompts, answers)
+
+    def guessing(plans: list[Plan], **sizes: int) -> Engine:
+        return Engine(
+            tiny_target(),
+            oracle(plans, 8, BLOCK - 1, 1),
+            mesh=make_mesh(1),
+            speculation=SpeculationConfig(budget=8, top_k_cap=2),
+            config=EngineConfig(slots=4, page_size=4, max_context=CONTEXT, prefill_chunk=16, **sizes),
+            make_drafting=oracle_drafting,
+        )
+
+    cramped = guessing([replace(plan, rounds=[]) for plan in plans], cache_tokens=64)
+    return World(plain, guessing(plans), cramped, prompts, answers)
 
 
 def test_prompts_of_any_length_in_any_order_answer_the_same(world: World) -> None:
@@ -165,8 +174,10 @@ def test_an_abort_leaves_the_others_alone_and_frees_everything(world: World) -> 
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_random_traffic(world: World, seed: int) -> None:
+@pytest.mark.parametrize("name", ["engine", "cramped"])
+def test_random_traffic(world: World, name: str, seed: int) -> None:
     """Adds, aborts and steps at random; a Python model says what each request must bring."""
+    engine: Engine = getattr(world, name)
     rng = np.random.default_rng(seed)
     expected: dict[int, tuple[list[int], str]] = {}
     live: set[int] = set()
@@ -175,7 +186,7 @@ def test_random_traffic(world: World, seed: int) -> None:
     ended: dict[int, str] = {}
 
     def step() -> None:
-        for output in world.engine.step():
+        for output in engine.step():
             assert output.request_id not in ended, "an output after the last one"
             tokens[output.request_id] += output.tokens
             if output.finish_reason is not None:
@@ -189,17 +200,17 @@ def test_random_traffic(world: World, seed: int) -> None:
             answer = world.answers[index][:limit]
             stop = (int(rng.choice(world.answers[index])),) if rng.random() < 0.5 else ()
             stopped = bool(stop) and stop[0] in answer
-            request_id = world.add(index, max_tokens=limit, stop_token_ids=stop)
+            request_id = engine.add(world.prompts[index], sampling(index, max_tokens=limit, stop_token_ids=stop))
             expected[request_id] = (answer[: answer.index(stop[0]) + 1], "stop") if stopped else (answer, "length")
             live.add(request_id)
             tokens[request_id] = []
         elif action == "abort" and live - aborted:
             victim = int(rng.choice(sorted(live - aborted)))
-            world.engine.abort(victim)
+            engine.abort(victim)
             aborted.add(victim)
         else:
             step()
-    while world.engine.has_work:
+    while engine.has_work:
         step()
     assert set(ended) == set(expected)
     for request_id, (answer, reason) in expected.items():
@@ -208,7 +219,7 @@ def test_random_traffic(world: World, seed: int) -> None:
             assert tokens[request_id] == answer[: len(tokens[request_id])]
         else:
             assert (tokens[request_id], ended[request_id]) == (answer, reason)
-    world.idle()
+    world.idle(engine)
 
 
 def test_calls_are_dispatched_ahead(world: World) -> None:
@@ -242,15 +253,7 @@ def test_statistics_add_up(world: World) -> None:
 
 
 def test_requests_that_outgrow_the_cache_pause_and_resume(world: World) -> None:
-    """16 pages of 4 for four requests that want up to 16 each."""
-    engine = Engine(
-        tiny_target(),
-        oracle([Plan(1000 + i, world.prompts[i], world.answers[i]) for i in range(REQUESTS)], 8, BLOCK - 1, 1),
-        mesh=make_mesh(1),
-        speculation=SpeculationConfig(budget=8, top_k_cap=2),
-        config=EngineConfig(slots=4, page_size=4, max_context=CONTEXT, cache_tokens=64, prefill_chunk=16),
-        make_drafting=oracle_drafting,
-    )
+    engine = world.cramped
     ids = [engine.add(world.prompts[index], sampling(index)) for index in range(REQUESTS)]
     tokens: dict[int, list[int]] = {request_id: [] for request_id in ids}
     paused, running = set(), 0
@@ -264,7 +267,7 @@ def test_requests_that_outgrow_the_cache_pause_and_resume(world: World) -> None:
     assert list(tokens.values()) == world.answers
     assert len(paused) >= 2
     assert running >= 2
-    assert engine._pages.free == engine.page_count
+    world.idle(engine)
 
 
 def test_levels_mix_in_one_batch_beside_a_real_drafter(world: World) -> None:

@@ -83,7 +83,8 @@ def test_the_cases_cover_every_pair_of_values() -> None:
 
 
 def request(sampling: str, index: int) -> SamplingParams:
-    return replace(SAMPLINGS[sampling], seed=100 + index, max_tokens=ANSWER, ignore_eos=True)
+    seed = 100 + 10 * tuple(SAMPLINGS).index(sampling) + index
+    return replace(SAMPLINGS[sampling], seed=seed, max_tokens=ANSWER, ignore_eos=True)
 
 
 @functools.cache
@@ -131,12 +132,20 @@ def histogram(rounds: list[tuple[int, int]], budget: int, depth: int) -> list[in
     raise AssertionError("the plan ends before the answer")
 
 
-def run_with_oracle(case: Case, plans: list[Plan], engine_samplings: list[str]) -> Iterator[dict[int, tuple]]:
-    """The answers of one engine to the three prompts, by index, for each sampling in turn.
+Rounds = dict[int, list[tuple[int, int]]]  # by index of the prompt
 
-    Two more requests, ended by hand, keep the batch in one bucket, so that one program is compiled.
+
+def run_with_oracle(case: Case, rounds: Rounds, samplings: list[str]) -> dict[str, list[tuple]]:
+    """(tokens, finish reason, statistics) of each prompt's answer, by sampling, from one engine.
+
+    Two more requests, ended by hand, keep the batch in one bucket, so that few programs are compiled.
     """
     _, budget, top_k_cap, block, page_size, rounds_per_call, devices, model = case
+    plans = [
+        Plan(request(sampling, index).seed, prompt, plain_answers(model)[sampling][index], rounds[index])
+        for sampling in samplings
+        for index, prompt in enumerate(prompts(model))
+    ]
     engine = Engine(
         tiny_target(MODELS[model], devices),
         oracle(plans, budget, block - 1, devices),
@@ -145,7 +154,8 @@ def run_with_oracle(case: Case, plans: list[Plan], engine_samplings: list[str]) 
         config=EngineConfig(slots=4, page_size=page_size, max_context=CONTEXT, prefill_chunk=32),
         make_drafting=oracle_drafting,
     )
-    for sampling in engine_samplings:
+    results: dict[str, list[tuple]] = {}
+    for sampling in samplings:
         filler = replace(SAMPLINGS[sampling], seed=1, max_tokens=CONTEXT, ignore_eos=True)
         fillers = [engine.add([token], filler) for token in (1, 2)]
         ids = [engine.add(prompt, request(sampling, index)) for index, prompt in enumerate(prompts(model))]
@@ -154,26 +164,22 @@ def run_with_oracle(case: Case, plans: list[Plan], engine_samplings: list[str]) 
             engine.abort(one)
         finish(engine, fillers)
         assert engine._pages.free == engine.page_count
-        yield {index: done[request_id] for index, request_id in enumerate(ids)}
+        results[sampling] = [done[request_id] for request_id in ids]
+    return results
 
 
 def check(case: Case, samplings: list[str]) -> None:
     """Runs a case for each sampling and compares tokens and accepted lengths."""
     budget, top_k_cap, depth, model = case[1], case[2], case[3] - 1, case[-1]
-    rounds = {
+    rounds: Rounds = {
         0: planned_rounds(budget, depth, top_k_cap, 0),
         1: [],  # random ranks
         2: planned_rounds(budget, depth, top_k_cap, 1),
     }
-    for sampling in samplings:
-        answers = plain_answers(model)[sampling]
-        plans = [
-            Plan(100 + index, prompt, answers[index], rounds[index]) for index, prompt in enumerate(prompts(model))
-        ]
-        (done,) = run_with_oracle(case, plans, [sampling])
+    for sampling, done in run_with_oracle(case, rounds, samplings).items():
         seen = np.zeros(depth + 1, int)
-        for index, (tokens, reason, statistics) in done.items():
-            assert tokens == answers[index]
+        for index, (tokens, reason, statistics) in enumerate(done):
+            assert tokens == plain_answers(model)[sampling][index]
             assert reason == "length"
             assert statistics.produced == ANSWER
             seen += statistics.accepted_lengths
@@ -189,10 +195,18 @@ def test_every_pair_of_options(case: Case) -> None:
     check(case, [case[0]])
 
 
+def full_product() -> list[Case]:
+    """Every combination but of the model, which alternates, and of the sampling: each case runs all of them."""
+    axes = [list(enumerate(values)) for values in list(AXES.values())[1:-1]]
+    models = tuple(MODELS)
+    return [
+        ("all", *(value for _, value in picked), models[sum(place for place, _ in picked) % len(models)])
+        for picked in itertools.product(*axes)
+    ]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "case", list(itertools.product(["all"], *list(AXES.values())[1:])), ids=lambda case: "-".join(map(str, case))
-)
+@pytest.mark.parametrize("case", full_product(), ids=lambda case: "-".join(map(str, case)))
 def test_the_full_product(case: Case) -> None:
     check(case, list(SAMPLINGS))
 
@@ -212,13 +226,11 @@ def test_true_tokens_at_ranks_above_0_are_accepted_somewhere() -> None:
 
 def test_a_perfect_drafter_fills_every_round_and_a_wrong_one_none() -> None:
     budget, depth, model = 8, 3, "grouped"
-    answers = plain_answers(model)["temperature"]
-    full = [[(depth, 0)] * ANSWER, [(0, 0)] * ANSWER, [(depth, 1)] * ANSWER]
-    plans = [Plan(100 + index, prompt, answers[index], full[index]) for index, prompt in enumerate(prompts(model))]
+    rounds = {0: [(depth, 0)] * ANSWER, 1: [(0, 0)] * ANSWER, 2: [(depth, 1)] * ANSWER}
     case = ("temperature", budget, 4, depth + 1, 16, 1, 1, model)
-    (done,) = run_with_oracle(case, plans, ["temperature"])
-    assert [done[index][0] for index in range(3)] == answers
-    perfect, wrong, sibling = (done[index][2] for index in range(3))
+    done = run_with_oracle(case, rounds, ["temperature"])["temperature"]
+    assert [tokens for tokens, *_ in done] == plain_answers(model)["temperature"]
+    perfect, wrong, sibling = (statistics for *_, statistics in done)
     assert wrong.tau == 1
     assert wrong.accepted_lengths == [ANSWER, 0, 0, 0]
     for statistics in (perfect, sibling):
@@ -240,7 +252,8 @@ def test_the_dflash_drafter_with_its_own_cache(
         config=EngineConfig(slots=4, page_size=page_size, max_context=CONTEXT, prefill_chunk=32),
         make_drafting=dflash_drafting,
     )
-    fillers = [engine.add([token], replace(request(sampling, 9), max_tokens=CONTEXT)) for token in (1, 2)]
+    filler = replace(request(sampling, 9), max_tokens=CONTEXT)
+    fillers = [engine.add([token], filler) for token in (1, 2)]
     ids = [engine.add(prompt, request(sampling, index)) for index, prompt in enumerate(prompts("grouped"))]
     done = finish(engine, ids)
     for one in fillers:

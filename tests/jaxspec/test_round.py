@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,8 +17,10 @@ from jaxspec.programs import DecodeShape, PrefillShape, Programs, bucket, replic
 from jaxspec.round import Caches
 from jaxspec.sampling import SamplingLevel
 from jaxspec.state import emitted_tokens, empty_rows, put_slots, take_slots
+from model.batch import ForwardBatch
+from model.cache import empty_cache
 from sharding.mesh import make_mesh
-from tests.builders import DFLASH, GROUPED, Guided, Plan, guided_drafting, oracle, tiny_dflash, tiny_target
+from tests.builders import DFLASH, GROUPED, Guided, Plan, guided_drafting, on_mesh, oracle, tiny_dflash, tiny_target
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -192,6 +195,37 @@ def test_a_slot_without_room_freezes_unharmed_and_goes_on_later(plain: Bench) ->
     while not np.asarray(bench.state.finished).all():
         bench.decode(SPECULATION, [len(prompt) - 1 + ANSWER for prompt in PROMPTS] + [0])
     assert bench.answers() == answers
+
+
+def test_decoded_rows_are_those_of_one_pass_over_the_whole_sequence(plain: Bench) -> None:
+    """Positions and taps of what rounds commit, in both caches, against a pass that knows neither pages nor rounds."""
+    drafter = plain.programs.drafter.drafter
+
+    def whole(pair: Any, batch: ForwardBatch, pools: Any) -> Any:
+        output = pair.target(batch, pools, DFLASH.target_layer_ids)
+        return output.rows, pair.drafter.context_keys_values(output.tapped, batch.positions)
+
+    class Pair(nnx.Module):
+        def __init__(self) -> None:
+            self.target, self.drafter = plain.programs.target, drafter
+
+    run = on_mesh(1, Pair(), whole)
+    empty = empty_cache(plain.programs.target.cache_rows, 1, 1, plain.programs.target.layout, make_mesh(1), "float32")
+    answers = plain.answers()
+    for row, prompt in enumerate(PROMPTS):
+        tokens = np.array([[*prompt, *answers[row]][:-1]], np.int32)
+        count = tokens.shape[1]
+        batch = ForwardBatch(
+            tokens=tokens,
+            positions=np.arange(count, dtype=np.int32)[None],
+            page_table=np.ones((1, 1), np.int32),
+            context_length=np.zeros(1, np.int32),
+            visibility=np.tril(np.ones((1, count, count), bool)),
+        )
+        pages, places = np.array(plain.slots_of(row, 0, count)).T
+        expected = jax.tree.leaves(run(batch, empty))
+        for pool, rows in zip(plain.pools(), expected, strict=True):
+            np.testing.assert_allclose(pool[pages, places], rows[0], rtol=2e-4, atol=2e-5)
 
 
 def test_chunks_of_a_prompt_leave_what_one_pass_leaves() -> None:

@@ -93,7 +93,7 @@ class SamplingParams:
     """How one request's tokens are chosen.
 
     Attributes:
-      temperature: 0 takes the most probable token.
+      temperature: 0 takes the most probable token; so does anything below 1e-5, where float32 would overflow.
       top_k: keep the k most probable tokens; 0 keeps all.
       top_p: keep the most probable tokens until their mass reaches this; 1 keeps all.
       min_p: keep tokens at least this share of the most probable one's probability; 0 keeps all.
@@ -123,3 +123,8 @@ class SamplingParams:
         _check("SamplingParams", "max_tokens", self.max_tokens, 1, 2**31 - 1)
         if self.seed is not None:
             _check("SamplingParams", "seed", self.seed, 0, 2**32 - 1)
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most probable token is taken."""
+        return self.temperature < 1e-5

@@ -1,6 +1,7 @@
 """The engine: requests in, tokens out, many at once, driven by compiled programs that are dispatched ahead."""
 
 import collections
+import operator
 import secrets
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -189,34 +190,7 @@ class Engine:
         Raises:
           ValueError: naming field, value and limit, for a prompt that is empty, too long or holds an id out of range.
         """
-        sampling = sampling or SamplingParams()
-        prompt = [int(token) for token in prompt]
-        vocab = self.target.config.vocab_size
-        if not prompt:
-            raise ValueError("prompt: found 0 tokens, expected at least 1")
-        if len(prompt) >= self.max_context:
-            raise ValueError(
-                f"prompt: found {len(prompt)} tokens, expected at most {self.max_context - 1} (context limit)"
-            )
-        if wrong := [token for token in prompt if not 0 <= token < vocab]:
-            raise ValueError(f"prompt: found token id {wrong[0]}, expected 0 to {vocab - 1}")
-        stop_ids = tuple(
-            dict.fromkeys([*([] if sampling.ignore_eos else self.eos_token_ids), *sampling.stop_token_ids])
-        )
-        if len(stop_ids) > MAX_STOP_IDS:
-            raise ValueError(
-                f"stop_token_ids: found {len(stop_ids)} with the model's own, expected at most {MAX_STOP_IDS}"
-            )
-        limit = min(sampling.max_tokens, self.max_context - len(prompt))
-        needed = self._pages_for(len(prompt) + limit)
-        if needed > self.page_count:
-            raise ValueError(f"prompt: needs {needed} cache pages with its answer, expected at most {self.page_count}")
-        seed = secrets.randbits(32) if sampling.seed is None else sampling.seed
-        request = Request(self._next_id, prompt, sampling, limit, seed, stop_ids)
-        self._next_id += 1
-        self._waiting.append(request)
-        self._open[request.id] = request
-        return request.id
+        return self._queue(self._request(prompt, sampling or SamplingParams()))
 
     def abort(self, request_id: int) -> None:
         """Ends a request; its slot and pages are free for the next call. The next `step` reports it."""
@@ -238,12 +212,19 @@ class Engine:
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> list[Completion]:
-        """Runs prompts to their ends and returns the answers in order."""
+        """Runs prompts to their ends and returns the answers in order.
+
+        Raises:
+          ValueError: as `add`, before any prompt is queued; or other requests are open, whose outputs would be lost.
+        """
+        if self.has_work:
+            raise ValueError(f"generate: found {len(self._open)} open request(s), expected none; use add and step")
         if sampling is None or isinstance(sampling, SamplingParams):
             sampling = [sampling or SamplingParams()] * len(prompts)
         if len(sampling) != len(prompts):
             raise ValueError(f"sampling: found {len(sampling)}, expected one for each of {len(prompts)} prompts")
-        ids = [self.add(prompt, one) for prompt, one in zip(prompts, sampling, strict=True)]
+        requests = [self._request(prompt, one) for prompt, one in zip(prompts, sampling, strict=True)]
+        ids = [self._queue(request) for request in requests]
         tokens: dict[int, list[int]] = {request_id: [] for request_id in ids}
         done: dict[int, Completion] = {}
         while len(done) < len(ids):
@@ -304,6 +285,46 @@ class Engine:
         for row, request in enumerate(requests):
             table[row, : len(request.pages)] = request.pages
         return table
+
+    # Requests
+
+    def _request(self, prompt: Sequence[int], sampling: SamplingParams) -> Request:
+        """Checks a prompt and its settings and gives them an id."""
+        vocab = self.target.config.vocab_size
+        try:
+            prompt = [operator.index(token) for token in prompt]
+        except TypeError as error:
+            raise ValueError(f"prompt: {error}, expected token ids 0 to {vocab - 1}") from None
+        if not prompt:
+            raise ValueError("prompt: found 0 tokens, expected at least 1")
+        if len(prompt) >= self.max_context:
+            raise ValueError(
+                f"prompt: found {len(prompt)} tokens, expected at most {self.max_context - 1} (context limit)"
+            )
+        if wrong := [token for token in prompt if not 0 <= token < vocab]:
+            raise ValueError(f"prompt: found token id {wrong[0]}, expected 0 to {vocab - 1}")
+        stop_ids = tuple(
+            dict.fromkeys([*([] if sampling.ignore_eos else self.eos_token_ids), *sampling.stop_token_ids])
+        )
+        if wrong := [token for token in stop_ids if not 0 <= token < vocab]:
+            raise ValueError(f"stop_token_ids: found {wrong[0]}, expected 0 to {vocab - 1}")
+        if len(stop_ids) > MAX_STOP_IDS:
+            raise ValueError(
+                f"stop_token_ids: found {len(stop_ids)} with the model's own, expected at most {MAX_STOP_IDS}"
+            )
+        limit = min(sampling.max_tokens, self.max_context - len(prompt))
+        needed = self._pages_for(len(prompt) + limit)
+        if needed > self.page_count:
+            raise ValueError(f"prompt: needs {needed} cache pages with its answer, expected at most {self.page_count}")
+        seed = secrets.randbits(32) if sampling.seed is None else sampling.seed
+        request = Request(self._next_id, prompt, sampling, limit, seed, stop_ids)
+        self._next_id += 1
+        return request
+
+    def _queue(self, request: Request) -> int:
+        self._waiting.append(request)
+        self._open[request.id] = request
+        return request.id
 
     # Scheduling
 
@@ -377,7 +398,8 @@ class Engine:
             rows.remaining[row] = request.limit - len(request.generated)
             rows.finished[row] = False
             rows.stop_ids[row, : len(request.stop_ids)] = request.stop_ids
-            for name in ("temperature", "top_p", "min_p", "top_k", "choice"):
+            rows.temperature[row] = 0.0 if request.sampling.greedy else request.sampling.temperature
+            for name in ("top_p", "min_p", "top_k", "choice"):
                 getattr(rows, name)[row] = getattr(request.sampling, name)
             rows.seed[row] = request.seed
         self._state = self._programs.admit(self._state, slots, rows)

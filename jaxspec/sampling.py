@@ -25,7 +25,7 @@ class SamplingLevel(enum.IntEnum):
 
 def level_of(params: SamplingParams) -> SamplingLevel:
     """The least level that serves one request."""
-    if params.temperature == 0:
+    if params.greedy:
         return SamplingLevel.GREEDY
     if params.top_k or params.top_p < 1 or params.min_p:
         return SamplingLevel.FILTERED

@@ -270,6 +270,12 @@ def test_requests_that_outgrow_the_cache_pause_and_resume(world: World) -> None:
     world.idle(engine)
 
 
+def test_a_temperature_too_small_for_float32_is_greedy(world: World) -> None:
+    answers = [world.plain.generate(world.prompts[:2], sampling(0, temperature=t)) for t in (0.0, 1e-38)]
+    greedy, cold = [[done.tokens for done in each] for each in answers]
+    assert greedy == cold
+
+
 def test_levels_mix_in_one_batch_beside_a_real_drafter(world: World) -> None:
     """Greedy, sampled and filtered requests, answered together by the DFlash round and apart by plain decoding."""
     params = [
@@ -367,6 +373,8 @@ class TestBadInput:
             ([1] * CONTEXT, rf"prompt: found {CONTEXT} tokens, expected at most {CONTEXT - 1} \(context limit\)"),
             ([3, 64], "prompt: found token id 64, expected 0 to 63"),
             ([3, -1], "prompt: found token id -1, expected 0 to 63"),
+            ([3, 1.5], "prompt: 'float' object .*, expected token ids 0 to 63"),
+            (["3"], "prompt: 'str' object .*, expected token ids 0 to 63"),
         ],
     )
     def test_prompts(self, world: World, prompt: Sequence[int], message: str) -> None:
@@ -415,6 +423,22 @@ class TestBadInput:
     def test_more_stop_ids_than_there_is_room_for(self, world: World) -> None:
         with pytest.raises(ValueError, match="stop_token_ids: found 9 with the model's own, expected at most 8"):
             world.add(0, stop_token_ids=tuple(range(9)))
+
+    def test_a_stop_id_out_of_range(self, world: World) -> None:
+        with pytest.raises(ValueError, match="stop_token_ids: found 64, expected 0 to 63"):
+            world.add(0, stop_token_ids=(64,))
+
+    def test_generating_beside_open_requests(self, world: World) -> None:
+        """It would swallow their outputs."""
+        request = world.add(0)
+        with pytest.raises(ValueError, match=r"generate: found 1 open request\(s\), expected none"):
+            world.engine.generate([[1]])
+        assert finish(world.engine, [request])[request][0] == world.answers[0]
+
+    def test_one_bad_prompt_of_several_queues_none(self, world: World) -> None:
+        with pytest.raises(ValueError, match="prompt: found token id 64"):
+            world.engine.generate([[1], [64]])
+        assert not world.engine.has_work
 
     def test_a_context_beyond_the_models(self) -> None:
         with pytest.raises(ValueError, match="max_context: found 257, expected at most the models' 256"):

@@ -37,7 +37,7 @@ def accept(tree: DraftTree, predicted: jax.Array, max_depth: int) -> Accepted:
     expected = jnp.take_along_axis(predicted, tree.parents, axis=1)
     matches = tree.valid & ((tree.tokens == expected) | (tree.depths == 0))
     # Siblings hold distinct tokens, so the nodes whose whole ancestry matches form one path.
-    confirmed = (matches[:, None, :] | ~tree.visibility).all(-1) & tree.valid  # [batch, nodes + 1]
+    confirmed = (matches[:, None, :] | ~tree.visibility).all(-1)  # [batch, nodes + 1]
     at_depth = confirmed[:, None, :] & (tree.depths[:, None, :] == jnp.arange(max_depth + 1)[:, None])
     path = jnp.argmax(at_depth, axis=-1).astype(jnp.int32)  # [batch, depth + 1]
     length = at_depth.any(-1).sum(-1).astype(jnp.int32) - 1

@@ -207,6 +207,11 @@ class Engine:
         dispatched = len(self._in_flight) < CALLS_IN_FLIGHT and self._dispatch_decode(outputs)
         if self._in_flight and (len(self._in_flight) == CALLS_IN_FLIGHT or not dispatched):
             self._collect(outputs)
+        if self._waiting and not (self._running or outputs):
+            raise RuntimeError(
+                f"engine: {len(self._waiting)} request(s) wait with every slot free and {self._pages.free} of "
+                f"{self.page_count} pages; pages were lost, which is a fault of the engine"
+            )
         return outputs
 
     def generate(

@@ -11,10 +11,10 @@ demo: .venv/.installed
 	$(BIN)/python scripts/demo.py
 
 test: .venv/.installed-test
-	$(BIN)/python -m pytest -m "not slow" --timeout=600
+	$(BIN)/python -m pytest -m "not slow" --timeout=600 -n 2 --dist loadfile --durations=15
 
 test-full: .venv/.installed-test
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto
 
 lint: .venv/.installed-test
 	$(BIN)/ruff check $(SOURCES)

@@ -2,16 +2,21 @@
 
 import math
 from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Any
 
 MAX_BUDGET = 1024
 MAX_SLOTS = 256
-MAX_STOP_IDS = 8
+MAX_STOP_IDS = 16
 
 
-def _check(owner: str, field: str, value: float, low: float, high: float) -> None:
-    """Raises ValueError, naming field, value and limits, unless low <= value <= high (NaN never is)."""
-    if not low <= value <= high:
-        raise ValueError(f"{owner}.{field}: found {value}, expected {low} to {high}")
+def _check(settings: Any, field: str, low: float, high: float, kind: type = Integral) -> None:
+    """Raises ValueError, naming field, value and limits, unless the field is of `kind` and in range (NaN never is)."""
+    value = getattr(settings, field)
+    fits = isinstance(value, kind) and not isinstance(value, bool)
+    if not fits or not low <= value <= high:
+        what = "" if fits else "an integer from " if kind is Integral else "a number from "
+        raise ValueError(f"{type(settings).__name__}.{field}: found {value!r}, expected {what}{low} to {high}")
 
 
 @dataclass(frozen=True)
@@ -31,11 +36,11 @@ class SpeculationConfig:
     rounds_per_call: int = 1
 
     def __post_init__(self) -> None:
-        _check("SpeculationConfig", "budget", self.budget, 0, MAX_BUDGET)
-        _check("SpeculationConfig", "top_k_cap", self.top_k_cap, 1, MAX_BUDGET)
-        _check("SpeculationConfig", "rounds_per_call", self.rounds_per_call, 1, 64)
+        _check(self, "budget", 0, MAX_BUDGET)
+        _check(self, "top_k_cap", 1, MAX_BUDGET)
+        _check(self, "rounds_per_call", 1, 64)
         if self.draft_length is not None:
-            _check("SpeculationConfig", "draft_length", self.draft_length, 1, MAX_BUDGET)
+            _check(self, "draft_length", 1, MAX_BUDGET)
 
 
 @dataclass(frozen=True)
@@ -62,10 +67,10 @@ class EngineConfig:
     prefill_chunk: int = 512
 
     def __post_init__(self) -> None:
-        _check("EngineConfig", "devices", self.devices, 1, 1024)
-        _check("EngineConfig", "slots", self.slots, 1, MAX_SLOTS)
-        _check("EngineConfig", "page_size", self.page_size, 1, 1024)
-        _check("EngineConfig", "prefill_chunk", self.prefill_chunk, 1, 16384)
+        _check(self, "devices", 1, 1024)
+        _check(self, "slots", 1, MAX_SLOTS)
+        _check(self, "page_size", 1, 1024)
+        _check(self, "prefill_chunk", 1, 16384)
         if self.batch_buckets is not None and (
             not self.batch_buckets
             or sorted(set(self.batch_buckets)) != list(self.batch_buckets)
@@ -76,9 +81,9 @@ class EngineConfig:
                 f"{self.slots} slots"
             )
         if self.max_context is not None:
-            _check("EngineConfig", "max_context", self.max_context, 2, math.inf)
+            _check(self, "max_context", 2, math.inf)
         if self.cache_tokens is not None:
-            _check("EngineConfig", "cache_tokens", self.cache_tokens, 1, math.inf)
+            _check(self, "cache_tokens", 2, math.inf)
 
     @property
     def batch_sizes(self) -> tuple[int, ...]:
@@ -115,14 +120,18 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        _check("SamplingParams", "temperature", self.temperature, 0.0, 100.0)
-        _check("SamplingParams", "top_k", self.top_k, 0, 2**31 - 1)
-        _check("SamplingParams", "top_p", self.top_p, 1e-6, 1.0)
-        _check("SamplingParams", "min_p", self.min_p, 0.0, 1.0)
-        _check("SamplingParams", "choice", self.choice, 0, 2**31 - 1)
-        _check("SamplingParams", "max_tokens", self.max_tokens, 1, 2**31 - 1)
+        _check(self, "temperature", 0.0, 100.0, Real)
+        _check(self, "top_k", 0, 2**31 - 1)
+        _check(self, "top_p", 1e-6, 1.0, Real)
+        _check(self, "min_p", 0.0, 1.0, Real)
+        _check(self, "choice", 0, 2**31 - 1)
+        _check(self, "max_tokens", 1, 2**31 - 1)
         if self.seed is not None:
-            _check("SamplingParams", "seed", self.seed, 0, 2**32 - 1)
+            _check(self, "seed", 0, 2**32 - 1)
+        if not isinstance(self.stop_token_ids, tuple) or not all(isinstance(i, Integral) for i in self.stop_token_ids):
+            raise ValueError(
+                f"SamplingParams.stop_token_ids: found {self.stop_token_ids!r}, expected a tuple of token ids"
+            )
 
     @property
     def greedy(self) -> bool:

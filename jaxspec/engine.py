@@ -68,6 +68,11 @@ class Engine:
         if isinstance(drafter, DFlashDrafter):
             check_drafter(target.config, drafter.config)
         self.eos_token_ids = tuple(target.config.eos_token_ids if eos_token_ids is None else eos_token_ids)
+        vocab = target.config.vocab_size
+        if wrong := [index for index in self.eos_token_ids if not 0 <= index < vocab]:
+            raise ValueError(
+                f"eos_token_ids: found {wrong[0]}, expected 0 to {vocab - 1}; see the target's eos_token_id"
+            )
         self.max_context = self._max_context()
         self.page_count = self._page_count()
         self._programs = Programs(mesh, target, drafter, make_drafting, report)
@@ -179,10 +184,10 @@ class Engine:
 
     def warm_up(self) -> None:
         """Compiles and runs the programs that a single short greedy request needs."""
-        sampling = SamplingParams(
-            temperature=0, max_tokens=min(4 * (self.depth + 1), self.max_context - 2), ignore_eos=True
-        )
-        self.generate([[0, 0]], sampling)
+        room = min(self.max_context, self.page_count * self.config.page_size)
+        prompt = [0] * min(2, room - 1)
+        tokens = min(4 * (self.depth + 1), room - len(prompt))
+        self.generate([prompt], SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True))
 
     def add(self, prompt: Sequence[int], sampling: SamplingParams | None = None) -> int:
         """Queues a request and returns its id.

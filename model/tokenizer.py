@@ -69,12 +69,15 @@ class Tokenizer:
         model_config = _read_json(folder / "jaxspec.json").get("config", {}) | _read_json(folder / "config.json")
         for source in (model_config, _read_json(files / "generation_config.json")):
             end = source.get("eos_token_id")
-            ends.update(end if isinstance(end, list) else [] if end is None else [end])
+            found = end if isinstance(end, list) else [] if end is None else [end]
+            if not all(isinstance(index, int) for index in found):
+                raise ValueError(f"{folder}: eos_token_id: found {end!r}, expected a token id or a list of them")
+            ends.update(found)
         return cls(backend, config, ends)
 
     def encode(self, text: str) -> list[int]:
         """Ids of a raw prompt: special tokens spelt out in it count as such; a BOS comes first if that is the rule."""
-        return self._parsing.encode(text).ids
+        return self._parsing.encode(_checked(text)).ids
 
     def encode_chat(self, messages: Sequence[Message], **variables: Any) -> list[int]:
         """Ids of a conversation up to where the assistant speaks next.
@@ -92,6 +95,7 @@ class Tokenizer:
         if self.chat_template is None:
             raise ValueError("chat template: this checkpoint has none; give a raw prompt")
         text, mark = self.chat_template.render(messages, **variables)
+        _checked(text)
         encoding = self._parsing.encode(text, add_special_tokens=False)
         if not mark:
             return encoding.ids
@@ -184,14 +188,19 @@ def _decoder_types(backend: tokenizers.Tokenizer) -> set[str]:
 
 
 def _content(token: Any) -> str:
-    return token["content"] if isinstance(token, dict) else token
+    content = token.get("content") if isinstance(token, dict) else token
+    if not isinstance(content, str):
+        raise ValueError(f"tokenizer_config.json: found {token!r} as a special token, expected text")
+    return content
 
 
 def _default_template(value: Any) -> str | None:
     """A checkpoint holds one template or a list of named ones."""
-    if isinstance(value, list):
-        return next((item["template"] for item in value if item.get("name") == "default"), None)
-    return value
+    named = [item for item in value if isinstance(item, dict)] if isinstance(value, list) else None
+    template = value if named is None else next((i.get("template") for i in named if i.get("name") == "default"), None)
+    if not isinstance(template, str | None):
+        raise ValueError(f"tokenizer_config.json chat_template: found {template!r}, expected text")
+    return template
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -204,3 +213,14 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"{path}: found {type(content).__name__}, expected an object")
     return content
+
+
+def _checked(text: str) -> str:
+    """Raises ValueError for text that is no UTF-8: a terminal or a file hands on stray bytes as lone surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"prompt: found {text[error.start]!r} at character {error.start}, expected UTF-8 text"
+        ) from None
+    return text

@@ -85,7 +85,10 @@ def generate_command(
 
 
 def _read_prompt(prompt: str | None) -> str:
-    text = sys.stdin.read().removesuffix("\n") if prompt is None else prompt
+    try:
+        text = sys.stdin.read().removesuffix("\n") if prompt is None else prompt
+    except UnicodeDecodeError as error:
+        raise ValueError(f"prompt: {error}; expected UTF-8 text on standard input") from None
     if not text:
         raise ValueError("prompt: found 0 characters, expected at least 1; give --prompt or standard input")
     return text

@@ -346,6 +346,15 @@ def test_a_shorter_draft_answers_the_same(world: World) -> None:
     assert len(done.statistics.accepted_lengths) == 3
 
 
+@pytest.mark.parametrize(
+    "sizes", [{"max_context": 2}, {"cache_tokens": 8, "page_size": 4}, {"cache_tokens": 2, "page_size": 1}]
+)
+def test_warm_up_fits_the_smallest_engines(sizes: dict[str, int]) -> None:
+    engine = Engine(tiny_target(), mesh=make_mesh(1), config=EngineConfig(slots=1, **sizes))
+    engine.warm_up()
+    assert not engine.has_work
+
+
 def test_warm_up_and_description() -> None:
     lines: list[str] = []
     engine = Engine(
@@ -401,6 +410,15 @@ class TestBadInput:
             (EngineConfig, {"slots": 0}, "slots: found 0, expected 1 to 256"),
             (EngineConfig, {"slots": 257}, "slots: found 257, expected 1 to 256"),
             (EngineConfig, {"page_size": 0}, "page_size: found 0"),
+            (EngineConfig, {"slots": 1.5}, "slots: found 1.5, expected an integer from 1 to 256"),
+            (EngineConfig, {"cache_tokens": float("inf")}, "cache_tokens: found inf, expected an integer"),
+            (SpeculationConfig, {"budget": True}, "budget: found True, expected an integer"),
+            (SpeculationConfig, {"budget": "8"}, "budget: found '8', expected an integer"),
+            (SamplingParams, {"max_tokens": 2.5}, "max_tokens: found 2.5, expected an integer"),
+            (SamplingParams, {"temperature": None}, "temperature: found None, expected a number from 0.0 to 100.0"),
+            (SamplingParams, {"seed": 1.5}, "seed: found 1.5, expected an integer"),
+            (SamplingParams, {"stop_token_ids": 5}, "stop_token_ids: found 5, expected a tuple of token ids"),
+            (SamplingParams, {"stop_token_ids": (1.5,)}, r"stop_token_ids: found \(1.5,\), expected a tuple"),
         ],
     )
     def test_settings(self, kind: type, fields: dict[str, Any], message: str) -> None:
@@ -421,8 +439,12 @@ class TestBadInput:
             Engine(tiny_target(), tiny_dflash(replace(DFLASH, **changes)), mesh=make_mesh(1))
 
     def test_more_stop_ids_than_there_is_room_for(self, world: World) -> None:
-        with pytest.raises(ValueError, match="stop_token_ids: found 9 with the model's own, expected at most 8"):
-            world.add(0, stop_token_ids=tuple(range(9)))
+        with pytest.raises(ValueError, match="stop_token_ids: found 17 with the model's own, expected at most 16"):
+            world.add(0, stop_token_ids=tuple(range(17)))
+
+    def test_end_ids_out_of_range(self) -> None:
+        with pytest.raises(ValueError, match="eos_token_ids: found -5, expected 0 to 63"):
+            Engine(tiny_target(), mesh=make_mesh(1), eos_token_ids=(-5,))
 
     def test_a_stop_id_out_of_range(self, world: World) -> None:
         with pytest.raises(ValueError, match="stop_token_ids: found 64, expected 0 to 63"):

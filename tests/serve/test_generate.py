@@ -288,6 +288,34 @@ def test_help_needs_no_jax():
     assert done.stdout == "False\n"
 
 
+@pytest.mark.parametrize("option", ["--prompt", "--system"])
+def test_text_that_is_no_utf8_is_refused(run, option):
+    arguments = {"--prompt": "Hello", "--system": "Be brief."} | {option: "a\udcff"}
+    code, out, err = run(*(word for pair in arguments.items() for word in pair))
+    assert (code, out) == (2, "")
+    assert "expected UTF-8 text" in err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("tokenizer_config.json", {"chat_template": 5}),
+        ("tokenizer_config.json", {"chat_template": TEMPLATE, "eos_token": 7}),
+        ("generation_config.json", {"eos_token_id": "x"}),
+        ("generation_config.json", {"eos_token_id": [[1]]}),
+        ("generation_config.json", {"eos_token_id": -5}),
+    ],
+)
+def test_odd_tokenizer_files_are_refused(run, folders, tmp_path, file, content):
+    folder = tmp_path / "odd"
+    shutil.copytree(folders["target"], folder)
+    (folder / "tokenizer" / file).write_text(json.dumps(content))
+    code, out, err = run("--prompt", "Hello", target=folder)
+    assert (code, out) == (2, "")
+    assert err.splitlines()[-1].startswith("error: ")
+    assert "Traceback" not in err
+
+
 def test_a_drafter_of_another_tokenizer_is_refused(run, folders, tmp_path):
     drafter = tmp_path / "drafter"
     shutil.copytree(folders["drafter"], drafter)

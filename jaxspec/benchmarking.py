@@ -167,6 +167,11 @@ def _name(path: tuple[Any, ...]) -> str:
     return ".".join(str(part.key) for part in path if hasattr(part, "key"))
 
 
+def timing_tokens(speculation: SpeculationConfig) -> int:
+    """How many tokens timing may add to each sequence."""
+    return 4 * ENGINE_CALLS * speculation.rounds_per_call
+
+
 def make_engine(
     target: Any,
     drafter: Any,
@@ -177,13 +182,11 @@ def make_engine(
     report: Callable[[str], None] = lambda line: None,
 ) -> Engine:
     """An engine of `batch` slots with room for `context` tokens and what timing adds to them."""
-    page_size = EngineConfig().page_size
-    room = 4 * ENGINE_CALLS * speculation.rounds_per_call
     config = EngineConfig(
         devices=mesh.size,
         slots=batch,
         batch_buckets=(batch,),
-        max_context=-(-(context + room) // page_size) * page_size,
+        max_context=-(-(context + timing_tokens(speculation)) // EngineConfig.page_size) * EngineConfig.page_size,
     )
     return Engine(target, drafter, mesh=mesh, speculation=speculation, config=config, eos_token_ids=(), report=report)
 

@@ -16,6 +16,7 @@ import jax
 
 from jaxspec.config import EngineConfig, SamplingParams, SpeculationConfig
 from jaxspec.engine import Engine
+from jaxspec.prompt_files import conversation, numbered_lines
 from jaxspec.requests import Completion
 from model.tokenizer import Tokenizer
 
@@ -68,12 +69,15 @@ class Pass:
       records: one a request, as `results.jsonl` holds them.
       tokens_per_second: of wall time at a full batch of requests, prompts included, compiling left out; None where
         everything was compiled as it ran.
+      left_out: turns that were not asked, one entry a conversation: `temperature`, `set`, `id`, `turn` (the first that
+        was not), `turns` (how many) and `reason`. Plain decoding finds them; the other modes' passes hold none.
     """
 
     mode: Mode
     temperature: float
     records: list[dict[str, Any]]
     tokens_per_second: float | None
+    left_out: tuple[dict[str, Any], ...] = ()
 
 
 def read_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
@@ -85,23 +89,14 @@ def read_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
       ValueError: naming file, line and field.
     """
     prompts: dict[str, Prompt] = {}
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
-        if not line.strip():
-            continue
+    for where, line in numbered_lines(path):
         if limit is not None and len(prompts) == limit:
             break
-        where = f"{path}, line {number}"
-        try:
-            raw = json.loads(line)
-        except ValueError:
-            raise ValueError(f"{where}: not JSON") from None
-        turns = raw.get("turns") if isinstance(raw, dict) else None
-        if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn for turn in turns):
-            raise ValueError(f"{where}: turns: found {turns!r}, expected a list of texts")
-        name = str(raw.get("id", number))
+        raw = conversation(where, line)
+        name = str(raw.get("id", where.rpartition(" ")[2]))
         if name in prompts:
             raise ValueError(f"{where}: id: found {name!r} twice, expected one prompt of each id")
-        prompts[name] = Prompt(path.stem, name, str(raw.get("category", path.stem)), tuple(turns))
+        prompts[name] = Prompt(path.stem, name, str(raw.get("category", path.stem)), tuple(raw["turns"]))
     if not prompts:
         raise ValueError(f"{path}: found no prompts, expected at least 1")
     return list(prompts.values())
@@ -125,7 +120,8 @@ class Evaluation:
       report: gets a line for each program compiled.
 
     Raises:
-      ValueError: naming the prompt, where one is too long for the models, or what does not fit together.
+      ValueError: naming the prompt, where the first turn of one is too long for the models or the chat template
+        refuses it; or what does not fit together.
     """
 
     def __init__(
@@ -144,13 +140,13 @@ class Evaluation:
         self._tokenizer, self._prompts = tokenizer, list(prompts)
         self._max_tokens, self._seed, self._report = max_tokens, seed, report
         self._compiled = 0
-        limit = min(target.config.max_position_embeddings, drafter.config.max_position_embeddings)
+        self._limit = min(target.config.max_position_embeddings, drafter.config.max_position_embeddings)
         config = EngineConfig(
             devices=mesh.size,
             slots=batch,
             batch_buckets=(batch,),
             page_size=PAGE_SIZE,
-            cache_tokens=batch * -(-self._longest(limit) // PAGE_SIZE) * PAGE_SIZE,
+            cache_tokens=self._cache_tokens(batch),
             prefill_chunk=PREFILL_CHUNK,
         )
 
@@ -166,8 +162,15 @@ class Evaluation:
         """L of the drafter."""
         return self._drafting.drafter.config.depth
 
+    def check(self, modes: Sequence[Mode]) -> None:
+        """Raises ValueError, naming the field, for a mode that the models cannot run."""
+        for mode in modes:
+            self._drafting.speculation = mode.speculation
+
     def run(self, modes: Sequence[Mode], temperatures: Sequence[float], progress: Progress) -> Iterator[Pass]:
         """Yields each mode's pass at each temperature; plain decoding, which comes first, must be among the modes.
+
+        A conversation that outgrows the context, or whose answers the chat template refuses, ends before that turn.
 
         Args:
           progress: gets mode and temperature of each request that has ended.
@@ -183,23 +186,29 @@ class Evaluation:
 
     def _plain_pass(self, mode: Mode, temperature: float, progress: Progress) -> tuple[list[Request], Pass]:
         """Turn after turn, since a turn's prompt holds the answers to those before it."""
-        messages: dict[tuple[str, str], list[dict[str, str]]] = {(p.set, p.id): [] for p in self._prompts}
-        requests, records, seconds, timed = [], [], 0.0, 0
+        talks: list[tuple[Prompt, list[dict[str, str]]]] = [(prompt, []) for prompt in self._prompts]
+        requests, records, left_out, seconds, timed = [], [], [], 0.0, 0
         for turn in range(max(len(prompt.turns) for prompt in self._prompts)):
-            asked = []
-            for prompt in self._prompts:
-                if turn < len(prompt.turns):
-                    talk = messages[prompt.set, prompt.id]
-                    talk.append({"role": "user", "content": prompt.turns[turn]})
-                    asked.append(Request(prompt, turn, self._tokenizer.encode_chat(talk)))
+            asked, going = [], []
+            for prompt, talk in talks:
+                if turn == len(prompt.turns):
+                    continue
+                talk.append({"role": "user", "content": prompt.turns[turn]})
+                try:
+                    asked.append(Request(prompt, turn, self._encode(talk)))
+                    going.append((prompt, talk))
+                except ValueError as error:
+                    place = {"temperature": temperature, "set": prompt.set, "id": prompt.id, "turn": turn}
+                    left_out.append(place | {"turns": len(prompt.turns) - turn, "reason": str(error)})
+            talks = going
             answers, clock = self._run(self._plain, mode, temperature, asked, progress)
             seconds, timed = seconds + clock.seconds, timed + clock.tokens
-            for request, answer in zip(asked, answers, strict=True):
+            for request, (_, talk), answer in zip(asked, talks, answers, strict=True):
                 record = self._record(request, mode, temperature, answer, answer.tokens)
-                messages[request.prompt.set, request.prompt.id].append({"role": "assistant", "content": record["text"]})
+                talk.append({"role": "assistant", "content": record["text"]})
                 records.append(record)
             requests += asked
-        return requests, Pass(mode, temperature, records, timed / seconds if timed else None)
+        return requests, Pass(mode, temperature, records, timed / seconds if timed else None, tuple(left_out))
 
     def _decode(
         self,
@@ -274,20 +283,32 @@ class Evaluation:
             "token_ids": answer.tokens,
         }
 
-    def _longest(self, limit: int) -> int:
-        """Tokens that the longest conversation may reach; refuses one that cannot fit the models."""
+    def _encode(self, talk: list[dict[str, str]]) -> list[int]:
+        """Ids of a conversation; ValueError where they leave no room for an answer, or the template refuses it."""
+        tokens = self._tokenizer.encode_chat(talk)
+        if len(tokens) >= self._limit:
+            raise ValueError(f"found {len(tokens)} tokens, expected at most {self._limit - 1} (context limit)")
+        return tokens
+
+    def _cache_tokens(self, batch: int) -> int:
+        """A size in which the longest conversations run side by side; refuses a first turn that cannot be asked.
+
+        How long a conversation grows is an estimate: an answer read back as text may take more tokens than were
+        generated. Where that matters the cache also holds any one request that the models do, whatever its length.
+        """
         longest = 0
         for prompt in self._prompts:
             talk: list[dict[str, str]] = []
             for turn in prompt.turns:
                 talk += [{"role": "user", "content": turn}, {"role": "assistant", "content": ""}]
-            own = len(self._tokenizer.encode_chat(talk[:-1]))
-            if own >= limit:
-                raise ValueError(
-                    f"prompt {prompt.id} of {prompt.set}: found {own} tokens, expected at most {limit - 1}"
-                )
+            try:
+                self._encode(talk[:1])
+                own = len(self._tokenizer.encode_chat(talk[:-1]))
+            except ValueError as error:
+                raise ValueError(f"prompt {prompt.id} of {prompt.set}: {error}") from None
             longest = max(longest, own + len(prompt.turns) * (self._max_tokens + TEMPLATE_TOKENS))
-        return min(longest, limit)
+        whole = self._limit if any(len(prompt.turns) > 1 for prompt in self._prompts) else 0
+        return max(batch * _in_pages(min(longest, self._limit)), _in_pages(whole))
 
     def _on_compile(self, line: str) -> None:
         self._compiled += 1
@@ -318,3 +339,7 @@ def first_difference(tokens: Sequence[int], reference: Sequence[int]) -> int | N
 
 def _key(record: dict[str, Any]) -> tuple[str, str, int]:
     return record["set"], record["id"], record["turn"]
+
+
+def _in_pages(tokens: int) -> int:
+    return -(-tokens // PAGE_SIZE) * PAGE_SIZE

@@ -10,6 +10,8 @@ from jaxspec.evaluation import Pass
 from jaxspec.requests import RequestStatistics
 
 RESULTS, SUMMARY, MARKDOWN = "results.jsonl", "summary.json", "summary.md"
+# A path that is not UTF-8 reaches Python as halves of surrogate pairs; spelt out like this they are valid JSON.
+LONE_BYTES = "backslashreplace"
 
 
 def statistics_of(records: Iterable[dict[str, Any]]) -> dict[str, Any]:
@@ -44,11 +46,15 @@ def summarise(passes: Iterable[Pass], about: dict[str, Any]) -> dict[str, Any]:
 
     Args:
       about: settings and machine, kept as they are.
+    Returns:
+      about; `passes`, one entry a mode and temperature; `left_out`, the turns that no mode was asked (see `Pass`).
     """
+    left_out: list[dict[str, Any]] = []
     entries: list[dict[str, Any]] = []
     plain_speed: dict[float, float | None] = {}
     for done in passes:
         speed = done.tokens_per_second
+        left_out += done.left_out
         if done.mode.speculation.budget == 0:
             plain_speed[done.temperature] = speed
         base = plain_speed.get(done.temperature)
@@ -63,7 +69,7 @@ def summarise(passes: Iterable[Pass], about: dict[str, Any]) -> dict[str, Any]:
                 "sets": {name: statistics_of(r for r in done.records if r["set"] == name) for name in sets},
             }
         )
-    return {"about": about, "passes": entries}
+    return {"about": about, "passes": entries, "left_out": left_out}
 
 
 def markdown(summary: dict[str, Any]) -> str:
@@ -74,6 +80,7 @@ def markdown(summary: dict[str, Any]) -> str:
     for temperature in dict.fromkeys(entry["temperature"] for entry in passes):
         entries = [entry for entry in passes if entry["temperature"] == temperature]
         names = [_label(entry) for entry in entries]
+        missing = [left for left in summary["left_out"] if left["temperature"] == temperature]
         rows = [
             [
                 name,
@@ -101,6 +108,10 @@ def markdown(summary: dict[str, Any]) -> str:
         ]
         lines += ["", "Rounds that accepted at least d drafted tokens", ""]
         lines += _table(["mode", *(f"d = {d}" for d in range(1, deepest + 1))], depths)
+        if missing:
+            turns = sum(left["turns"] for left in missing)
+            lines += ["", f"Not asked: {turns} later turn(s) of {len(missing)} conversation(s)", ""]
+            lines += [f"- {m['id']} of {m['set']}, from turn {m['turn'] + 1}: {m['reason']}" for m in missing]
     lines += [
         "",
         "τ: tokens committed per target pass. tokens/s: wall time at the given batch, prompts included, compiling left "
@@ -136,13 +147,15 @@ class RunFolder:
 
     def add(self, records: Iterable[dict[str, Any]]) -> None:
         """Appends records to the results."""
-        with (self._partial / RESULTS).open("a", encoding="utf-8") as results:
+        with (self._partial / RESULTS).open("a", encoding="utf-8", errors=LONE_BYTES) as results:
             results.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
 
     def finish(self, summary: dict[str, Any]) -> None:
         """Writes the summary and gives the folder its final name."""
-        (self._partial / MARKDOWN).write_text(markdown(summary), encoding="utf-8")
-        (self._partial / SUMMARY).write_text(json.dumps(summary, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        (self._partial / MARKDOWN).write_text(markdown(summary), encoding="utf-8", errors=LONE_BYTES)
+        (self._partial / SUMMARY).write_text(
+            json.dumps(summary, indent=1, ensure_ascii=False) + "\n", encoding="utf-8", errors=LONE_BYTES
+        )
         if self.folder.exists():
             shutil.rmtree(self.folder)
         self._partial.rename(self.folder)

@@ -7,6 +7,7 @@ it is complete; an interrupted run goes on after the last one.
 import hashlib
 import json
 import os
+import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,6 +20,9 @@ from jaxspec.training_prompts import Prompt
 
 if TYPE_CHECKING:
     from jaxspec.engine import Engine
+
+
+CHUNK_FIELDS = ("tokens", "lengths", "prompt_lengths", "temperatures", "sources")
 
 
 @dataclass(frozen=True)
@@ -98,8 +102,7 @@ def write_answers(
     Raises:
       ValueError: `folder` holds answers to other prompts or made with other settings.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    _claim(folder, prompts, config)
+    claim_answers(folder, prompts, config)
     todo: list[_Chunk] = []
     for number, begin in enumerate(range(0, len(prompts), config.chunk)):
         path = folder / f"{number:05d}.npz"
@@ -128,20 +131,47 @@ def write_answers(
         report(done, total, tokens)
 
 
+def claim_answers(folder: Path, prompts: Sequence[Prompt], config: AnswerConfig) -> None:
+    """Notes in `folder` what its chunks answer, or checks that they answer this.
+
+    Raises:
+      ValueError: naming the setting, where they answer other prompts or were made with other settings.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    digest = hashlib.sha256(json.dumps([asdict(prompt) for prompt in prompts]).encode()).hexdigest()
+    wanted = json.loads(json.dumps({"prompts": digest, **asdict(config)}))
+    path = folder / "settings.json"
+    if not path.is_file():
+        path.write_text(json.dumps(wanted, indent=1))
+        return
+    try:
+        found = dict(json.loads(path.read_text()))
+    except (ValueError, TypeError):
+        raise ValueError(f"{path}: not the settings of answers; use another folder or remove it") from None
+    for field, value in wanted.items():
+        if found.get(field) != value:
+            raise ValueError(
+                f"{path} {field}: found {found.get(field)!r}, expected {value!r}; use another folder or remove it"
+            )
+
+
 def read_answers(folder: Path) -> Examples:
     """All chunks of `folder`, in order; answers too short to hold an anchor and its label are left out.
 
     Raises:
-      ValueError: there are none.
+      ValueError: there are none, or naming a file that cannot be read.
     """
     paths = sorted(folder.glob("[0-9]*.npz"))
     if not paths:
         raise ValueError(f"{folder}: no answers there; run the stage 'answers' first")
     chunks = []
     for path in paths:
-        with np.load(path) as file:
-            chunks.append({name: file[name] for name in file.files})
-    joined = {name: np.concatenate([chunk[name] for chunk in chunks]) for name in chunks[0]}
+        try:
+            with path.open("rb") as opened, np.load(opened) as file:  # np.load leaves what it cannot read open
+                chunks.append({name: file[name] for name in CHUNK_FIELDS})
+        except (ValueError, OSError, EOFError, KeyError, zipfile.BadZipFile):
+            raise ValueError(f"{path}: not a readable file of answers; remove it and run the stage 'answers'") from None
+    joined = {name: np.concatenate([chunk[name] for chunk in chunks]) for name in CHUNK_FIELDS}
     examples = Examples(
         joined["tokens"].astype(np.int32),
         np.concatenate([[0], np.cumsum(joined["lengths"], dtype=np.int64)]),
@@ -153,7 +183,13 @@ def read_answers(folder: Path) -> Examples:
 
 
 def split_examples(examples: Examples, held_out: int, seed: int) -> tuple[Examples, Examples]:
-    """(training, held-out): `held_out` examples drawn at random, but never more than a tenth."""
+    """(training, held-out): `held_out` examples drawn at random, but never more than a tenth.
+
+    Raises:
+      ValueError: there are fewer than two.
+    """
+    if len(examples) < 2:
+        raise ValueError(f"answers: found {len(examples)} of two tokens or more, expected at least 2; write more")
     order = np.random.default_rng(seed).permutation(len(examples))
     count = min(held_out, max(1, len(examples) // 10))
     return examples.select(np.sort(order[count:])), examples.select(np.sort(order[:count]))
@@ -203,19 +239,3 @@ class _Chunk:
                 sources=np.array([self.prompts[index].source for index in self.encoded], np.str_),
             )
         os.replace(partial, self.path)
-
-
-def _claim(folder: Path, prompts: Sequence[Prompt], config: AnswerConfig) -> None:
-    """Notes what the chunks answer, or checks that they answer this."""
-    digest = hashlib.sha256(json.dumps([asdict(prompt) for prompt in prompts]).encode()).hexdigest()
-    wanted = json.loads(json.dumps({"prompts": digest, **asdict(config)}))
-    path = folder / "settings.json"
-    if not path.is_file():
-        path.write_text(json.dumps(wanted, indent=1))
-        return
-    found = json.loads(path.read_text())
-    for field, value in wanted.items():
-        if found.get(field) != value:
-            raise ValueError(
-                f"{path} {field}: found {found.get(field)!r}, expected {value!r}; use another folder or remove it"
-            )

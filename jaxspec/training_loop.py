@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load_file, save_file
 
 from jaxspec.training import OptimiserConfig, Parameters, Tally, Trainer, TrainingBatch, TrainingState
@@ -21,6 +21,7 @@ from jaxspec.training_data import Examples
 from model.config import DFlashConfig, ModelConfig
 from model.llama import LlamaForCausalLM
 
+CHECKPOINT = "checkpoint.safetensors"
 # Steps dispatched before the oldest one's figures are read: the device never waits for the host.
 STEPS_AHEAD = 4
 # Dense bf16 rates in FLOP/s, for the share of the peak that a run reaches.
@@ -74,7 +75,7 @@ def train(
       the float32 weights by name, and the history: a record every `log_every` steps (and the last), with "held_out"
       figures every `evaluate_every`.
     Raises:
-      ValueError: there are no examples, or the checkpoint belongs to another run.
+      ValueError: there are no examples, or `check_checkpoint` refuses the checkpoint.
     """
     for name, part in (("training", examples), ("held-out", held_out)):
         if not len(part):
@@ -84,8 +85,9 @@ def train(
     state = trainer.initial_state()
     history: list[dict[str, Any]] = []
     purpose = _fingerprint(drafter, run, examples)
-    if resume and (folder / "checkpoint.safetensors").is_file():
-        state = _load(folder / "checkpoint.safetensors", state, purpose)
+    if resume and (folder / CHECKPOINT).is_file():
+        check_checkpoint(folder, drafter, run, examples)
+        state = _load(folder / CHECKPOINT, state)
         lines = (folder / "history.jsonl").read_text().splitlines()
         history = [record for record in map(json.loads, lines) if record["step"] <= int(state.step)]
     (folder / "figures.json").unlink(missing_ok=True)
@@ -122,7 +124,7 @@ def train(
         looked_at = step % run.evaluate_every == 0 or step % run.save_every == 0 or step == run.steps
         settle(0 if looked_at else STEPS_AHEAD)
         if step % run.save_every == 0 or step == run.steps:
-            _save(folder / "checkpoint.safetensors", state, purpose)
+            _save(folder / CHECKPOINT, state, purpose)
     figures = {"all": evaluate(trainer, state.parameters, held_out, run)}
     for name, labels in (("temperature", held_out.temperatures), ("source", held_out.sources)):
         for label in np.unique(labels):
@@ -133,6 +135,23 @@ def train(
             }
     (folder / "figures.json").write_text(json.dumps(figures, indent=1))
     return state.parameters, history
+
+
+def check_checkpoint(folder: Path, drafter: DFlashConfig, run: RunConfig, examples: Examples) -> None:
+    """Raises ValueError unless the checkpoint in `folder` can be read and is of this very run."""
+    path = folder / CHECKPOINT
+    if not path.is_file():
+        raise ValueError(f"{path}: not there; run the stage 'train' first")
+    try:
+        with safe_open(path, framework="numpy") as file:
+            found = (file.metadata() or {}).get("run")
+    except SafetensorError as error:
+        raise ValueError(f"{path}: not a readable checkpoint ({error}); remove it and train again") from None
+    expected = _fingerprint(drafter, run, examples)
+    if found != expected:
+        raise ValueError(
+            f"{path}: belongs to another run ({found}), expected {expected}; remove it or keep the settings"
+        )
 
 
 def read_checkpoint(path: Path) -> tuple[Parameters, int]:
@@ -263,12 +282,6 @@ def _save(path: Path, state: TrainingState, purpose: str) -> None:
     os.replace(path.with_suffix(".partial"), path)
 
 
-def _load(path: Path, like: TrainingState, purpose: str) -> TrainingState:
-    with safe_open(path, framework="numpy") as file:
-        found = (file.metadata() or {}).get("run")
-    if found != purpose:
-        raise ValueError(
-            f"{path}: belongs to another run ({found}), expected {purpose}; remove it or keep the settings"
-        )
+def _load(path: Path, like: TrainingState) -> TrainingState:
     leaves = load_file(path)
     return jax.tree_util.tree_map_with_path(lambda key, _: jnp.asarray(leaves[jax.tree_util.keystr(key)]), like)

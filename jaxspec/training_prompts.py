@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxspec.config import SamplingParams
+from jaxspec.prompt_files import conversation, numbered_lines
 
 if TYPE_CHECKING:
     from jaxspec.engine import Engine
@@ -25,19 +26,35 @@ def read_prompts(path: Path) -> list[Prompt]:
     """Reads a prompt file: JSON lines with the conversation in "turns" (the first one is taken), or one prompt a line.
 
     Raises:
-      ValueError: naming file and line, for a JSON line without turns.
+      ValueError: naming file and line, for one that is not UTF-8 or, in a `.jsonl` file, holds no conversation.
     """
+    if path.suffix != ".jsonl":
+        return [Prompt(line.strip(), path.stem) for _, line in numbered_lines(path)]
+    return [Prompt(conversation(where, line)["turns"][0], path.stem) for where, line in numbered_lines(path)]
+
+
+def write_prompts(path: Path, prompts: Iterable[Prompt]) -> None:
+    """Writes prompts with their sources, for `read_written_prompts`."""
+    lines = [json.dumps({"turns": [prompt.text], "source": prompt.source}) for prompt in prompts]
+    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+
+
+def read_written_prompts(path: Path) -> list[Prompt]:
+    """What `write_prompts` wrote.
+
+    Raises:
+      ValueError: naming the file, where it is missing, empty or something else.
+    """
+    if not path.is_file():
+        raise ValueError(f"{path}: not there; run the stage 'prompts' first")
     prompts = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
-        if not line.strip():
-            continue
-        if path.suffix != ".jsonl":
-            prompts.append(Prompt(line.strip(), path.stem))
-            continue
-        turns = json.loads(line).get("turns")
-        if not turns:
-            raise ValueError(f"{path} line {number}: found no 'turns', expected a list of at least one message")
-        prompts.append(Prompt(turns[0], path.stem))
+    for where, line in numbered_lines(path):
+        raw = conversation(where, line)
+        if not isinstance(raw.get("source"), str):
+            raise ValueError(f"{where}: source: found {raw.get('source')!r}, expected a text; run the stage 'prompts'")
+        prompts.append(Prompt(raw["turns"][0], raw["source"]))
+    if not prompts:
+        raise ValueError(f"{path}: found 0 prompts, expected at least 1; run the stage 'prompts' again")
     return prompts
 
 

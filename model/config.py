@@ -1,7 +1,7 @@
 """Model configurations, read from a checkpoint's `config.json`.
 
-Field names are those of transformers. Every number comes from the file; a setting that the code does not implement
-is refused by name rather than ignored.
+Field names are those of transformers. Every number comes from the file and is checked; a setting that the code does not
+implement is refused by name rather than ignored.
 """
 
 from collections.abc import Mapping
@@ -10,6 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from model.fields import Fields
+
+# Far beyond any published model; what exceeds them is a damaged file, and would take hours or overflow.
+MAX_SIZE, MAX_HEADS, MAX_LAYERS, MAX_POSITIONS = 2**24, 2**12, 2**10, 2**30
+MAX_BLOCK = 1025  # Rows of one drafter pass.
 TARGET_FAMILIES = {"LlamaForCausalLM": "llama", "Qwen3ForCausalLM": "qwen3"}
 
 
@@ -106,35 +111,26 @@ def read_model_config(raw: Mapping[str, Any]) -> ModelConfig:
     """Reads a target's `config.json`.
 
     Raises:
-      ValueError: naming the field, for an unknown architecture or a setting that is not implemented.
+      ValueError: naming the field, for an unknown architecture, a value of another type or out of range, or a setting
+        that is not implemented.
     """
-    architecture = _architecture(raw)
-    if architecture not in TARGET_FAMILIES:
-        raise ValueError(
-            f"config.json architectures: found {architecture!r}, expected one of {sorted(TARGET_FAMILIES)}"
-        )
-    family = TARGET_FAMILIES[architecture]
+    name = architecture(raw)
+    if name not in TARGET_FAMILIES:
+        raise ValueError(f"config.json architectures: found {name!r}, expected one of {sorted(TARGET_FAMILIES)}")
+    family = TARGET_FAMILIES[name]
     _refuse(raw, {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu", "use_sliding_window": False})
     if raw.get("quantization_config"):
         raise ValueError("config.json quantization_config: quantised Llama and Qwen3 checkpoints are not supported")
-    heads = int(_required(raw, "num_attention_heads"))
-    hidden = int(_required(raw, "hidden_size"))
-    eos = raw.get("eos_token_id")
+    fields = Fields(raw)
+    shape = _read_shape(fields)
+    if "sliding_attention" in _read_layer_types(fields, shape["num_hidden_layers"]):
+        raise fields.wrong("layer_types", "only 'full_attention' in a target")
     return ModelConfig(
         family=family,
-        vocab_size=int(_required(raw, "vocab_size")),
-        hidden_size=hidden,
-        intermediate_size=int(_required(raw, "intermediate_size")),
-        num_hidden_layers=int(_required(raw, "num_hidden_layers")),
-        num_attention_heads=heads,
-        num_key_value_heads=int(raw.get("num_key_value_heads") or heads),
-        head_dim=int(raw.get("head_dim") or hidden // heads),
-        rms_norm_eps=float(_required(raw, "rms_norm_eps")),
-        rope=_read_rope(raw),
-        max_position_embeddings=int(_required(raw, "max_position_embeddings")),
-        tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        **shape,
+        tie_word_embeddings=fields.flag("tie_word_embeddings", False),
         qk_norm=family == "qwen3",
-        eos_token_ids=tuple(int(i) for i in (eos if isinstance(eos, list) else [] if eos is None else [eos])),
+        eos_token_ids=_read_ends(fields, shape["vocab_size"]),
     )
 
 
@@ -142,19 +138,20 @@ def read_dflash_config(raw: Mapping[str, Any]) -> DFlashConfig:
     """Reads a DFlash drafter's `config.json`; DFlash keys may stand in `dflash_config` or at the top level.
 
     Raises:
-      ValueError: naming the field, for a DFlash 2 checkpoint, a missing key or a setting that is not implemented.
+      ValueError: naming the field, for a DFlash 2 checkpoint, a missing key, a value of another type or out of range,
+        or a setting that is not implemented.
     """
-    architecture = _architecture(raw)
-    inner = raw.get("dflash_config") or {}
-    if architecture == "DFlash2DraftModel" or any(
-        key in inner or key in raw for key in ("selector_rank", "selector_top_k", "conv_kernel_size")
-    ):
+    name = architecture(raw)
+    fields = Fields(raw)
+    inner = fields.section("dflash_config")
+    own = Fields({**raw, **inner})
+    if name == "DFlash2DraftModel" or {"selector_rank", "selector_top_k", "conv_kernel_size"} & set(own.table):
         raise ValueError(
             "config.json architectures: DFlash2DraftModel (DFlash 2) is not supported, only DFlashDraftModel"
         )
-    if architecture != "DFlashDraftModel":
-        raise ValueError(f"config.json architectures: found {architecture!r}, expected 'DFlashDraftModel'")
-    _refuse(raw, {"attention_bias": False, "hidden_act": "silu"})
+    if name != "DFlashDraftModel":
+        raise ValueError(f"config.json architectures: found {name!r}, expected 'DFlashDraftModel'")
+    _refuse(raw, {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu"})
     for key in (
         "attention_sink_bias",
         "attention_value_scale",
@@ -162,51 +159,27 @@ def read_dflash_config(raw: Mapping[str, Any]) -> DFlashConfig:
         "sample_from_anchor",
         "projector_type",
     ):
-        if inner.get(key, raw.get(key)):
-            raise ValueError(f"config.json {key}: found {inner.get(key, raw.get(key))!r}, which is not supported")
-
-    def setting(key: str, default: Any = None) -> Any:
-        value = inner.get(key, raw.get(key, default))
-        if value is None:
-            raise ValueError(f"config.json {key}: missing, needed by a DFlash drafter")
-        return value
-
-    layers = int(_required(raw, "num_hidden_layers"))
-    target_layers = int(setting("num_target_layers"))
-    heads = int(_required(raw, "num_attention_heads"))
-    hidden = int(_required(raw, "hidden_size"))
-    kinds = tuple(raw.get("layer_types") or ["full_attention"] * layers)
-    if len(kinds) != layers or set(kinds) - {"full_attention", "sliding_attention"}:
-        raise ValueError(
-            f"config.json layer_types: found {list(kinds)}, expected {layers}, each 'full_attention' or "
-            "'sliding_attention'"
-        )
-    sliding = [kind == "sliding_attention" for kind in kinds]
-    if any(sliding) and not raw.get("sliding_window"):
-        raise ValueError("config.json sliding_window: missing, needed by the 'sliding_attention' layers")
+        if own.table.get(key):
+            raise ValueError(f"config.json {key}: found {own.table[key]!r}, which is not supported")
+    shape = _read_shape(fields)
+    layers = shape["num_hidden_layers"]
+    sliding = [kind == "sliding_attention" for kind in _read_layer_types(fields, layers)]
+    window = fields.integer("sliding_window", 1, MAX_POSITIONS) if any(sliding) else 0
+    target_layers = own.integer("num_target_layers", 2, MAX_LAYERS)
     # An explicit rule wins; otherwise sliding layers are causal inside the block and full ones are not.
-    causal = raw.get("is_causal", inner.get("is_causal", inner.get("causal")))
-    taps = inner.get("target_layer_ids", raw.get("target_layer_ids"))
+    rules = ((raw, "is_causal"), (inner, "is_causal"), (inner, "causal"))
+    explicit = [Fields(table).flag(key) for table, key in rules if table.get(key) is not None]
     return DFlashConfig(
-        vocab_size=int(_required(raw, "vocab_size")),
-        hidden_size=hidden,
-        intermediate_size=int(_required(raw, "intermediate_size")),
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=int(raw.get("num_key_value_heads") or heads),
-        head_dim=int(raw.get("head_dim") or hidden // heads),
-        rms_norm_eps=float(_required(raw, "rms_norm_eps")),
-        rope=_read_rope(raw),
-        max_position_embeddings=int(_required(raw, "max_position_embeddings")),
-        block_size=int(setting("block_size", 16)),
-        mask_token_id=int(setting("mask_token_id")),
+        **shape,
+        block_size=own.integer("block_size", 2, MAX_BLOCK, 16),
+        mask_token_id=own.integer("mask_token_id", 0, shape["vocab_size"] - 1),
         num_target_layers=target_layers,
-        target_layer_ids=tuple(int(i) for i in taps) if taps else default_target_layers(target_layers, layers),
-        windows=tuple(int(raw["sliding_window"]) if s else 0 for s in sliding),
-        causal=tuple(s if causal is None else bool(causal) for s in sliding),
-        input_embedding_scale=float(setting("input_embedding_scale", 1.0)),
-        output_multiplier=float(setting("output_multiplier", 1.0)),
-        final_logit_softcapping=float(setting("final_logit_softcapping", 0.0)),
+        target_layer_ids=_read_taps(own, target_layers, layers),
+        windows=tuple(window if slides else 0 for slides in sliding),
+        causal=tuple(explicit[0] if explicit else slides for slides in sliding),
+        input_embedding_scale=own.real("input_embedding_scale", default=1.0),
+        output_multiplier=own.real("output_multiplier", default=1.0),
+        final_logit_softcapping=own.real("final_logit_softcapping", default=0.0),
     )
 
 
@@ -238,14 +211,12 @@ def check_drafter(target: ModelConfig, drafter: DFlashConfig) -> None:
         raise ValueError(f"drafter block_size: found {drafter.block_size}, expected at least 2")
 
 
-def _architecture(raw: Mapping[str, Any]) -> str:
-    return str((raw.get("architectures") or ["(none)"])[0])
-
-
-def _required(raw: Mapping[str, Any], key: str) -> Any:
-    if raw.get(key) is None:
-        raise ValueError(f"config.json {key}: missing")
-    return raw[key]
+def architecture(raw: Mapping[str, Any]) -> str:
+    """The class that a `config.json` names first, or "(none)"; raises ValueError if it names them otherwise."""
+    names = raw.get("architectures") or ["(none)"]
+    if not isinstance(names, list) or not isinstance(names[0], str):
+        raise Fields(raw).wrong("architectures", "a list of names")
+    return names[0]
 
 
 def _refuse(raw: Mapping[str, Any], supported: Mapping[str, Any]) -> None:
@@ -254,22 +225,78 @@ def _refuse(raw: Mapping[str, Any], supported: Mapping[str, Any]) -> None:
             raise ValueError(f"config.json {key}: found {raw[key]!r}, only {value!r} is supported")
 
 
-def _read_rope(raw: Mapping[str, Any]) -> RopeConfig:
+def _read_shape(fields: Fields) -> dict[str, Any]:
+    """The fields that targets and drafters share."""
+    heads = fields.integer("num_attention_heads", 1, MAX_HEADS)
+    hidden = fields.integer("hidden_size", 1, MAX_SIZE)
+    kv_heads = fields.integer("num_key_value_heads", 1, MAX_HEADS, heads)
+    if heads % kv_heads:
+        raise fields.wrong("num_key_value_heads", f"a divisor of num_attention_heads ({heads})")
+    if fields.table.get("head_dim") is None and hidden % heads:
+        raise fields.wrong("hidden_size", f"a multiple of num_attention_heads ({heads}), or a head_dim")
+    head_dim = fields.integer("head_dim", 2, MAX_HEADS, hidden // heads)
+    if head_dim % 2:
+        raise fields.wrong("head_dim", f"an even number (here {head_dim}): its rows are rotated in pairs")
+    return {
+        "vocab_size": fields.integer("vocab_size", 1, MAX_SIZE),
+        "hidden_size": hidden,
+        "intermediate_size": fields.integer("intermediate_size", 1, MAX_SIZE),
+        "num_hidden_layers": fields.integer("num_hidden_layers", 1, MAX_LAYERS),
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "rms_norm_eps": fields.real("rms_norm_eps", high=1.0),
+        "rope": _read_rope(fields),
+        "max_position_embeddings": fields.integer("max_position_embeddings", 2, MAX_POSITIONS),
+    }
+
+
+def _read_rope(fields: Fields) -> RopeConfig:
     """Reads `rope_theta` + `rope_scaling` (older files) or `rope_parameters` (newer ones)."""
-    rope = dict(raw.get("rope_scaling") or {}) | dict(raw.get("rope_parameters") or {})
-    theta = rope.get("rope_theta", raw.get("rope_theta"))
-    if theta is None:
-        raise ValueError("config.json rope_theta: missing")
-    kind = rope.get("rope_type", rope.get("type", "default"))
+    table: dict[str, Any] = {}
+    for key in ("rope_scaling", "rope_parameters"):
+        if any(isinstance(value, dict) for value in fields.section(key).values()):
+            raise fields.wrong(key, "one set of parameters for all layers")
+        table |= fields.section(key)
+    _refuse({**fields.table, **table}, {"partial_rotary_factor": 1.0})
+    rope = Fields(table, f"{fields.where} rope_scaling")
+    theta = (rope if "rope_theta" in table else fields).real("rope_theta")
+    kind = table.get("rope_type", table.get("type", "default"))
     if kind == "default":
-        return RopeConfig(theta=float(theta))
+        return RopeConfig(theta)
     if kind != "llama3":
         raise ValueError(f"config.json rope_scaling: found type {kind!r}, only 'default' and 'llama3' are supported")
-    return RopeConfig(
-        theta=float(theta),
-        kind=kind,
-        factor=float(rope["factor"]),
-        low_freq_factor=float(rope["low_freq_factor"]),
-        high_freq_factor=float(rope["high_freq_factor"]),
-        original_max_position_embeddings=int(rope["original_max_position_embeddings"]),
-    )
+    low, high = rope.real("low_freq_factor"), rope.real("high_freq_factor")
+    if low >= high:
+        raise rope.wrong("high_freq_factor", f"more than low_freq_factor ({low:g})")
+    trained = rope.integer("original_max_position_embeddings", 1, MAX_POSITIONS)
+    return RopeConfig(theta, kind, rope.real("factor"), low, high, trained)
+
+
+def _read_layer_types(fields: Fields, layers: int) -> list[str]:
+    kinds = fields.table.get("layer_types")
+    kinds = ["full_attention"] * layers if kinds is None else kinds
+    known = ("full_attention", "sliding_attention")
+    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in known for kind in kinds):
+        raise fields.wrong("layer_types", f"{layers}, each 'full_attention' or 'sliding_attention'")
+    return kinds
+
+
+def _read_ends(fields: Fields, vocab_size: int) -> tuple[int, ...]:
+    """`eos_token_id`: one id, a list of them, or none."""
+    found = fields.table.get("eos_token_id")
+    if found is None or found == []:
+        return ()
+    if isinstance(found, list):
+        return fields.integers("eos_token_id", 0, vocab_size - 1)
+    return (fields.integer("eos_token_id", 0, vocab_size - 1),)
+
+
+def _read_taps(fields: Fields, target_layers: int, layers: int) -> tuple[int, ...]:
+    if fields.table.get("target_layer_ids") is None:
+        taps = default_target_layers(target_layers, layers)
+    else:
+        taps = fields.integers("target_layer_ids", 0, target_layers - 2)
+    if len(set(taps)) < len(taps) or not all(0 <= tap < target_layers - 1 for tap in taps):
+        raise fields.wrong("target_layer_ids", f"different layers from 0 to {target_layers - 2}")
+    return taps

@@ -1,6 +1,7 @@
 """Conversion of a published checkpoint: a plan that accounts for every tensor, then parts written one by one.
 
-Nothing is written before the plan stands. Memory holds one part and a block of rows, whatever the checkpoint's size.
+Nothing is written before the plan stands and the tokenizer is read. Memory holds one part and a block of rows, whatever
+the checkpoint's size.
 """
 
 import re
@@ -8,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,11 +17,11 @@ import numpy as np
 from model.families import FAMILIES, Family, Kind, family_of
 from model.parameters import WeightSpec, weight_specs
 from model.sources import Source
-from sharding.checkpoint import MANIFEST, MAX_PART_BYTES, Part, Slab, Tensor, partition, read_manifest
+from model.tokenizer import Tokenizer
+from sharding.checkpoint import DTYPES, MANIFEST, MAX_PART_BYTES, Part, Slab, Tensor, partition, read_manifest
 from sharding.journal import CheckpointWriter
 from sharding.layout import AXIS_RULES
 
-WEIGHT_DTYPES = ("float32", "bfloat16", "float16")
 BLOCK_BYTES = 32 * 2**20  # Rows are read and cast in blocks of about this size.
 _DERIVED = re.compile(r"rotary_emb\.inv_freq$")  # Buffers that follow from the config.
 
@@ -59,7 +61,7 @@ def plan_conversion(
       dtype: of the weights written; None keeps the source's own (of most of its bytes).
     Raises:
       ValueError: in one line, for a config that is not supported, or naming the tensors that are missing, unknown, of
-        another shape or of a dtype that cannot be read.
+        another shape or of a dtype that cannot be read; or for a tokenizer that is not supported.
     """
     name = family_of(source.config)
     family = FAMILIES[name]
@@ -67,13 +69,14 @@ def plan_conversion(
         raise ValueError(f"{source.path}: found a {family.kind} ({name}), expected a {kind}")
     config = family.read_config(source.config)
     dtype = dtype or _own_dtype(source)
-    if dtype not in WEIGHT_DTYPES:
-        raise ValueError(f"dtype: found {dtype!r}, expected one of {', '.join(WEIGHT_DTYPES)}")
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype: found {dtype!r}, expected one of {', '.join(DTYPES)}")
     specs = weight_specs(family.build(config, 1, jnp.dtype(dtype)))
     mapping = {
         spec.name: next((n for n in family.source_names(spec.name) if n in source.tensors), None) for spec in specs
     }
     notes = _check(source, family, specs, mapping, getattr(config, "tie_word_embeddings", False))
+    _check_tokenizer(source, family.kind)
     groups: dict[str, list[Tensor]] = {}
     for spec in specs:
         split = [axis for axis, logical in enumerate(spec.axes) if logical in AXIS_RULES]
@@ -106,6 +109,9 @@ def convert(
         "parts": [[part.name, part.nbytes] for part in plan.parts],
     }
     writer = CheckpointWriter(output, identity, resume=resume, overwrite=overwrite)
+    tokenizer = writer.partial / "tokenizer"
+    tokenizer.mkdir(exist_ok=True)
+    source.write_tokenizer(tokenizer)
     for part in plan.parts:
         if part.name not in writer.finished:
             writer.add(
@@ -113,9 +119,6 @@ def convert(
                 {s.tensor.name: read_slab(source, plan.mapping[s.tensor.name], s) for s in part.slabs},
             )
         progress(part)
-    tokenizer = writer.partial / "tokenizer"
-    tokenizer.mkdir(exist_ok=True)
-    source.write_tokenizer(tokenizer)
     about = {
         "kind": plan.kind,
         "family": plan.family,
@@ -130,15 +133,17 @@ def is_converted(output: Path, source: Source, plan: ConversionPlan) -> bool:
     """Whether `output` is already the finished conversion of this very source in the plan's dtype."""
     if not (output / MANIFEST).is_file():
         return False
-    about = read_manifest(output).about
-    return (about["source"]["fingerprint"], about["dtype"]) == (source.fingerprint, plan.dtype)
+    match read_manifest(output).about:
+        case {"source": {"fingerprint": fingerprint}, "dtype": dtype}:
+            return (fingerprint, dtype) == (source.fingerprint, plan.dtype)
+    return False
 
 
 def read_slab(source: Source, name: str, slab: Slab) -> np.ndarray:
     """Reads one slab of the source's tensor `name`, cast to the slab's dtype.
 
     Raises:
-      ValueError: naming the tensor, if float16 cannot hold its values.
+      ValueError: naming the tensor, if it holds NaN or infinity, or values that the dtype cannot hold.
     """
     out = np.empty(slab.shape, jnp.dtype(slab.tensor.dtype))
     rows = slab.tensor.shape[0]
@@ -148,11 +153,14 @@ def read_slab(source: Source, name: str, slab: Slab) -> np.ndarray:
     for start in range(first, last, step):
         stop = min(start + step, last)
         block = source.read(name, start, stop)[columns]
-        if out.dtype == np.float16 and np.abs(block.astype(np.float32)).max() > np.finfo(np.float16).max:
+        with np.errstate(over="ignore"):
+            out[start - first : stop - first] = block
+        if not np.isfinite(out[start - first : stop - first]).all():
+            if not np.isfinite(block).all():
+                raise ValueError(f"{source.path}: {name} has NaN or infinite values, so the checkpoint is damaged")
             raise ValueError(
-                f"{source.path}: {name} has values beyond float16's range; use --dtype bfloat16 or float32"
+                f"{source.path}: {name} has values beyond {slab.tensor.dtype}'s range; use --dtype float32"
             )
-        out[start - first : stop - first] = block
     return out
 
 
@@ -182,7 +190,7 @@ def _check(
         tensor = source.tensors[theirs]
         if tensor.shape != spec.shape:
             misshapen.append(f"{theirs} (found {list(tensor.shape)}, expected {list(spec.shape)})")
-        if tensor.dtype not in WEIGHT_DTYPES:
+        if tensor.dtype not in DTYPES:
             unreadable.append(f"{theirs} ({tensor.dtype})")
     if misshapen:
         problems.append(f"misshapen {_listed(misshapen)}")
@@ -191,6 +199,17 @@ def _check(
     if problems:
         raise ValueError(f"{source.path}: tensors do not match its config: {'; '.join(problems)}")
     return tuple(notes)
+
+
+def _check_tokenizer(source: Source, kind: Kind) -> None:
+    """Raises ValueError if a target's tokenizer cannot be read; one that comes without any is let through."""
+    with TemporaryDirectory() as folder:
+        source.write_tokenizer(Path(folder))
+        if kind == "target" and (Path(folder) / "tokenizer.json").is_file():
+            try:
+                Tokenizer.from_checkpoint(Path(folder))
+            except ValueError as error:
+                raise ValueError(f"{source.path}: {str(error).removeprefix(f'{folder}/')}") from error
 
 
 def _own_dtype(source: Source) -> str:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from flax import nnx
 
 from model import dflash, llama
-from model.config import TARGET_FAMILIES, read_dflash_config, read_model_config
+from model.config import TARGET_FAMILIES, architecture, read_dflash_config, read_model_config
 from sharding.layout import Layout
 
 Kind = Literal["target", "drafter"]
@@ -67,10 +67,10 @@ def family_of(raw: Mapping[str, Any]) -> str:
     Raises:
       ValueError: naming the architectures that are known, if it has another.
     """
-    architecture = str((raw.get("architectures") or ["(none)"])[0])
-    if architecture.startswith("DFlash"):  # DFlash 2 too, which `read_dflash_config` refuses by name.
+    name = architecture(raw)
+    if name.startswith("DFlash"):  # DFlash 2 too, which `read_dflash_config` refuses by name.
         return "dflash"
-    if architecture not in TARGET_FAMILIES:
+    if name not in TARGET_FAMILIES:
         known = [*sorted(TARGET_FAMILIES), "DFlashDraftModel"]
-        raise ValueError(f"config.json architectures: found {architecture!r}, expected one of {', '.join(known)}")
-    return TARGET_FAMILIES[architecture]
+        raise ValueError(f"config.json architectures: found {name!r}, expected one of {', '.join(known)}")
+    return TARGET_FAMILIES[name]

@@ -12,7 +12,8 @@ import numpy as np
 from gguf import GGMLQuantizationType, GGUFReader
 from gguf.quants import dequantize
 
-from model.config import RopeConfig
+from model.config import MAX_HEADS, MAX_LAYERS, MAX_POSITIONS, MAX_SIZE, RopeConfig
+from model.fields import Fields
 from model.gguf_tokenizer import write_tokenizer
 from model.sources import SourceTensor, fingerprint
 
@@ -47,10 +48,17 @@ class GGUFSource:
         self.path = path
         try:
             reader = _Reader(path)
+            # The vocabulary, which is large, is for `write_tokenizer`.
+            self._metadata = {
+                key: field.contents()
+                for key, field in reader.fields.items()
+                if key.startswith(("general.architecture", "split.count", "llama.")) or key.endswith("s_token_id")
+            }
         except (ValueError, IndexError, KeyError, TypeError, OverflowError, OSError) as error:
             raise ValueError(f"{path}: truncated or not a GGUF file: {error}") from error
-        self._metadata = reader.fields
         self._stored = {_hugging_face_name(tensor.name): tensor for tensor in reader.tensors}
+        if len(self._stored) < len(reader.tensors):
+            raise ValueError(f"{path}: holds a tensor twice")
         self.config: Mapping[str, Any] = self._config()
         self.tensors: Mapping[str, SourceTensor] = {
             # ggml lists the fastest dimension first.
@@ -73,13 +81,6 @@ class GGUFSource:
         """See `Source.write_tokenizer`."""
         write_tokenizer(self.path, folder)
 
-    def _field(self, key: str, default: Any = None) -> Any:
-        if key in self._metadata:
-            return self._metadata[key].contents()
-        if default is None:
-            raise ValueError(f"{self.path}: metadata {key} is missing")
-        return default
-
     def _config(self) -> dict[str, Any]:
         """The `config.json` that the file's metadata amount to."""
         for key, supported in (
@@ -88,36 +89,38 @@ class GGUFSource:
             ("llama.expert_count", 0),
             ("llama.rope.scaling.type", "none"),
         ):
-            if (found := self._field(key, supported)) not in (supported, 0):
+            if (found := self._metadata.get(key, supported)) not in (supported, 0):
                 raise ValueError(f"{self.path}: metadata {key}: found {found!r}, only {supported!r} is supported")
-        hidden, heads = self._field("llama.embedding_length"), self._field("llama.attention.head_count")
-        head_dim = self._field("llama.attention.key_length", hidden // heads)
-        rotated = self._field("llama.rope.dimension_count", head_dim)
-        if rotated != head_dim:
-            raise ValueError(f"{self.path}: metadata llama.rope.dimension_count: found {rotated}, expected {head_dim}")
+        fields = Fields(self._metadata, f"{self.path}: metadata")
+        hidden = fields.integer("llama.embedding_length", 1, MAX_SIZE)
+        heads = fields.integer("llama.attention.head_count", 1, MAX_HEADS)
+        head_dim = fields.integer("llama.attention.key_length", 1, MAX_HEADS, hidden // heads)
+        fields.integer("llama.rope.dimension_count", head_dim, head_dim, head_dim)
         embedding = self._stored.get("model.embed_tokens.weight")
-        eps = np.float32(self._field("llama.attention.layer_norm_rms_epsilon"))
+        eps = np.float32(fields.real("llama.attention.layer_norm_rms_epsilon", high=1.0))
+        vocab = int(embedding.shape[-1]) if embedding else fields.integer("llama.vocab_size", 1, MAX_SIZE)
+        theta = fields.real("llama.rope.freq_base", default=10000.0)
         config = {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
-            "vocab_size": int(embedding.shape[-1]) if embedding else self._field("llama.vocab_size"),
+            "vocab_size": vocab,
             "hidden_size": hidden,
-            "intermediate_size": self._field("llama.feed_forward_length"),
-            "num_hidden_layers": self._field("llama.block_count"),
+            "intermediate_size": fields.integer("llama.feed_forward_length", 1, MAX_SIZE),
+            "num_hidden_layers": fields.integer("llama.block_count", 1, MAX_LAYERS),
             "num_attention_heads": heads,
-            "num_key_value_heads": self._field("llama.attention.head_count_kv", heads),
+            "num_key_value_heads": fields.integer("llama.attention.head_count_kv", 1, MAX_HEADS, heads),
             "head_dim": head_dim,
             "hidden_act": "silu",
             "rms_norm_eps": float(str(eps)),  # The shortest decimal that is this float32: 1e-05, not 9.99…e-06.
-            "rope_theta": self._field("llama.rope.freq_base", 10000.0),
-            "max_position_embeddings": self._field("llama.context_length"),
+            "rope_theta": theta,
+            "max_position_embeddings": fields.integer("llama.context_length", 2, MAX_POSITIONS),
             "tie_word_embeddings": "lm_head.weight" not in self._stored,
         }
-        if (scaling := self._rope_scaling(head_dim, config["rope_theta"])) is not None:
+        if (scaling := self._rope_scaling(head_dim, theta)) is not None:
             config["rope_scaling"] = scaling
         for key in ("bos_token_id", "eos_token_id"):
             if f"tokenizer.ggml.{key}" in self._metadata:
-                config[key] = self._field(f"tokenizer.ggml.{key}")
+                config[key] = fields.integer(f"tokenizer.ggml.{key}", 0, vocab - 1)
         return config
 
     def _rope_scaling(self, head_dim: int, theta: float) -> dict[str, Any] | None:
@@ -128,7 +131,9 @@ class GGUFSource:
         plain = RopeConfig(theta).inverse_frequencies(head_dim)
         for factor in (8.0, 32.0):  # Llama 3.1 and Llama 3.2; the other numbers are the same in both.
             scaled = RopeConfig(theta, "llama3", factor, 1.0, 4.0, 8192)
-            if np.allclose(tensor.data, plain / scaled.inverse_frequencies(head_dim), rtol=1e-4):
+            if tensor.data.shape == plain.shape and np.allclose(
+                tensor.data, plain / scaled.inverse_frequencies(head_dim), rtol=1e-4
+            ):
                 return {
                     "rope_type": scaled.kind,
                     "factor": scaled.factor,

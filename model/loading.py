@@ -14,7 +14,7 @@ from model.dflash import DFlashDrafter
 from model.families import FAMILIES, Family, Kind
 from model.llama import LlamaForCausalLM
 from model.parameters import fill, weight_specs
-from sharding.checkpoint import Manifest, Tensor, load_arrays, read_manifest
+from sharding.checkpoint import DTYPES, Manifest, Tensor, load_arrays, read_manifest
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,14 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     about = manifest.about
     if missing := [key for key in ("kind", "family", "dtype", "config") if key not in about]:
         raise ValueError(f"{folder}: manifest {missing[0]}: missing, convert it again")
-    family = FAMILIES.get(about["family"])
+    family = FAMILIES.get(about["family"]) if isinstance(about["family"], str) else None
     if family is None:
         raise ValueError(f"{folder}: manifest family: found {about['family']!r}, expected one of {sorted(FAMILIES)}")
+    for key, expected in (("kind", (family.kind,)), ("dtype", DTYPES)):
+        if about[key] not in expected:
+            raise ValueError(f"{folder}: manifest {key}: found {about[key]!r}, expected {' or '.join(expected)}")
+    if not isinstance(about["config"], dict):
+        raise ValueError(f"{folder}: manifest config: found {type(about['config']).__name__}, expected an object")
     try:
         config = family.read_config(about["config"])
     except ValueError as error:

@@ -5,6 +5,8 @@ Whatever the format, a source presents a Hugging Face `config.json` and Hugging 
 
 import hashlib
 import json
+import re
+import reprlib
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,6 +26,7 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "generation_config.json",
 )
+OTHER_TOKENIZERS = ("tokenizer.model", "vocab.json", "tiktoken.model")  # Of SentencePiece and of slow tokenizers.
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
@@ -60,7 +63,11 @@ class Source(Protocol):
         ...
 
     def write_tokenizer(self, folder: Path) -> None:
-        """Puts the tokenizer's files, chat template and generation settings into `folder`."""
+        """Puts the tokenizer's files, chat template and generation settings into `folder`.
+
+        Raises:
+          ValueError: if the tokenizer is of a kind that is not read.
+        """
         ...
 
 
@@ -92,13 +99,17 @@ class SafetensorsSource:
     def __init__(self, path: Path):
         self.path = path
         self.config: Mapping[str, Any] = _read_json(path / CONFIG)
-        index: dict[str, str] = _read_json(path / INDEX).get("weight_map", {}) if (path / INDEX).exists() else {}
+        index = _read_index(path / INDEX) if (path / INDEX).exists() else {}
         names = sorted(set(index.values())) or [SINGLE_FILE]
         tensors: dict[str, SourceTensor] = {}
         self.tensors: Mapping[str, SourceTensor] = tensors
         self._files: dict[str, Any] = {}
+        shards: dict[str, str] = dict(index)
         for name in names:
-            tensors |= self._open(path / name)
+            held = self._open(path / name)
+            if strays := sorted(tensor for tensor in held if shards.setdefault(tensor, name) != name):
+                raise ValueError(f"{path / name}: holds {strays[0]}, which belongs in {shards[strays[0]]}")
+            tensors |= held
         if missing := sorted(set(index) - set(tensors)):
             raise ValueError(f"{path / INDEX}: lists {missing[0]}, which {index[missing[0]]} does not hold")
         used = [path / name for name in (CONFIG, INDEX, *names, *TOKENIZER_FILES)]
@@ -110,6 +121,9 @@ class SafetensorsSource:
 
     def write_tokenizer(self, folder: Path) -> None:
         """See `Source.write_tokenizer`."""
+        others = [name for name in OTHER_TOKENIZERS if (self.path / name).is_file()]
+        if others and not (self.path / "tokenizer.json").is_file():
+            raise ValueError(f"{self.path}: found {others[0]}, expected a tokenizer.json: no other tokenizer is read")
         for name in TOKENIZER_FILES:
             if (self.path / name).is_file():
                 shutil.copyfile(self.path / name, folder / name)
@@ -136,8 +150,21 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path}: missing")
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # The latter from brackets nested a thousand deep.
         raise ValueError(f"{path}: not JSON: {error}") from error
     if not isinstance(value, dict):
         raise ValueError(f"{path}: found {type(value).__name__}, expected a JSON object")
     return value
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    """Each tensor's shard, a file beside the index."""
+    shards = _read_json(path).get("weight_map")
+    if not isinstance(shards, dict) or not shards:
+        raise ValueError(f"{path} weight_map: found {reprlib.repr(shards)}, expected an object of tensors and files")
+    for tensor, file in shards.items():
+        if not isinstance(file, str) or not re.fullmatch(r"[^/\\\0]+\.safetensors", file):
+            raise ValueError(
+                f"{path} weight_map {tensor}: found {reprlib.repr(file)}, expected a safetensors file's name"
+            )
+    return shards

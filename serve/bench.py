@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from serve.options import integers
+from serve.options import DTYPES, distinct, integers, one_of, within
 from serve.startup import StartUp, bad_input, use_compilation_cache
 
 if TYPE_CHECKING:
@@ -65,19 +65,20 @@ class Settings:
 
     def check(self) -> None:
         """Raises ValueError, naming the option, for values that cannot be timed."""
+        from jaxspec.benchmarking import timing_tokens
         from jaxspec.config import EngineConfig
         from jaxspec.synthetic import SHAPES
 
-        if self.shape not in SHAPES:
-            raise ValueError(f"--shape: found {self.shape!r}, expected one of {', '.join(SHAPES)}")
-        if self.dtype not in ("bfloat16", "float16", "float32"):
-            raise ValueError(f"--dtype: found {self.dtype!r}, expected bfloat16, float16 or float32")
-        if self.context < 1:
-            raise ValueError(f"--context: found {self.context}, expected at least 1")
+        one_of("--shape", self.shape, list(SHAPES))
+        distinct("--budget", self.budgets)
+        one_of("--dtype", self.dtype, DTYPES)
         EngineConfig(slots=self.batch, devices=self.devices)
         for budget in self.budgets:
             self.speculation(budget)
-        self.pair()
+        pair = self.pair()
+        limit = min(pair.target.max_position_embeddings, pair.drafter.max_position_embeddings)
+        room = limit // EngineConfig.page_size * EngineConfig.page_size - timing_tokens(self.speculation(0))
+        within("--context", self.context, 1, room)
 
     def speculation(self, budget: int) -> Any:
         """The engine's setting for one budget."""

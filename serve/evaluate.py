@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from jaxspec.config import EngineConfig, SamplingParams, SpeculationConfig
-from serve.options import decimals, integers
+from serve.options import DTYPES, decimals, distinct, integers, one_of, within
 from serve.startup import StartUp, bad_input, use_compilation_cache
 
 if TYPE_CHECKING:
     from jaxspec.evaluation import Progress
 
 Option = typer.Option
-DTYPES = ("bfloat16", "float16", "float32")
 
 
 def evaluate_command(
@@ -43,19 +42,22 @@ def evaluate_command(
     """Evaluate plain decoding, the DFlash chain and DDTree on prompt sets, all on the same requests."""
     with bad_input():
         sizes, heats = integers("--budgets", budgets), decimals("--temperatures", temperatures)
+        distinct("--budgets", sizes)
+        distinct("--temperatures", heats)
         for size in sizes:
             SpeculationConfig(budget=size, top_k_cap=top_k_cap)
         for heat in heats:
             SamplingParams(temperature=heat, max_tokens=max_tokens, seed=seed)
         EngineConfig(slots=batch, devices=devices)
-        if limit is not None and limit < 1:
-            raise ValueError(f"--limit: found {limit}, expected at least 1")
-        if dtype not in (None, *DTYPES):
-            raise ValueError(f"--dtype: found {dtype!r}, expected {', '.join(DTYPES)}")
+        if limit is not None:
+            within("--limit", limit, 1, 2**31 - 1)
+        if dtype is not None:
+            one_of("--dtype", dtype, DTYPES)
     files = [*prompts, *(more_prompts or [])]
 
     import jax
 
+    from jaxspec.engine import check_tokenizers
     from jaxspec.evaluation import Evaluation, modes, read_prompts
     from jaxspec.evaluation_report import MARKDOWN, RunFolder, summarise
     from model.loading import load_drafter, load_target
@@ -70,6 +72,9 @@ def evaluate_command(
         asked = [prompt for file in files for prompt in read_prompts(file, limit)]
         mesh = make_mesh(devices)
         tokenizer = Tokenizer.from_checkpoint(target)
+        # Most drafters bring no tokenizer: they speak in the target's ids.
+        if (drafter / "tokenizer" / "tokenizer.json").is_file():
+            check_tokenizers(tokenizer, Tokenizer.from_checkpoint(drafter))
         start_up.report(f"loading target {target} and drafter {drafter}")
         target_module = load_target(target, mesh, dtype)
         own_dtype = target_module.embed_tokens.weight.dtype
@@ -84,6 +89,8 @@ def evaluate_command(
             seed=seed,
             report=start_up.report,
         )
+        every = modes(sizes, top_k_cap, evaluation.depth)
+        evaluation.check(every)
         folder = RunFolder(output, overwrite=overwrite)
     about = {
         "target": str(target),
@@ -99,7 +106,6 @@ def evaluate_command(
         "seed": seed,
     }
     requests = sum(len(prompt.turns) for prompt in asked)
-    every = modes(sizes, top_k_cap, evaluation.depth)
     passes = []
     with _progress(requests * len(every) * len(heats)) as step:
         for done in evaluation.run(every, heats, step):
@@ -107,6 +113,8 @@ def evaluate_command(
             passes.append(done)
             tau = sum(record["tau"] for record in done.records) / len(done.records)
             speed = "–" if done.tokens_per_second is None else f"{done.tokens_per_second:.0f}"
+            for left in done.left_out:
+                start_up.report(f"{left['id']} of {left['set']} ends before turn {left['turn'] + 1}: {left['reason']}")
             start_up.report(f"{done.mode.name}, temperature {done.temperature:g}: τ {tau:.2f}, {speed} tokens/s")
     summary = summarise(passes, about)
     folder.finish(summary)

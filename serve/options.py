@@ -1,4 +1,8 @@
-"""Options that hold several numbers."""
+"""Checks of options: several numbers in one, and limits."""
+
+from collections.abc import Sequence
+
+DTYPES = ("bfloat16", "float16", "float32")
 
 
 def integers(option: str, text: str) -> list[int]:
@@ -13,6 +17,25 @@ def integers(option: str, text: str) -> list[int]:
 def decimals(option: str, text: str) -> list[float]:
     """ "0,0.7" → [0.0, 0.7]; raises as `integers` does."""
     return [float(number) for number in _parts(option, text, float, "numbers")]
+
+
+def distinct(option: str, numbers: Sequence[float]) -> None:
+    """Raises ValueError, naming the option, where a number comes twice."""
+    for place, number in enumerate(numbers):
+        if number in numbers[:place]:
+            raise ValueError(f"{option}: found {number:g} twice, expected different numbers")
+
+
+def within(option: str, value: float, low: float, high: float) -> None:
+    """Raises ValueError, naming the option, unless low <= value <= high (NaN never is)."""
+    if not low <= value <= high:
+        raise ValueError(f"{option}: found {value}, expected {low} to {high}")
+
+
+def one_of(option: str, value: str, names: Sequence[str]) -> None:
+    """Raises ValueError, naming the option, for any other name."""
+    if value not in names:
+        raise ValueError(f"{option}: found {value!r}, expected {', '.join(names)}")
 
 
 def _parts(option: str, text: str, kind: type, expected: str) -> list[str]:

@@ -1,14 +1,15 @@
 """`jaxspec train`: a DFlash drafter for a converted target, from prompts to an exported checkpoint."""
 
 import json
-import sys
-import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from jaxspec.config import MAX_SLOTS
+from serve.options import DTYPES, decimals, integers, one_of, within
+from serve.progress import Progress
 from serve.startup import StartUp, bad_input, say, use_compilation_cache
 
 if TYPE_CHECKING:
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 Option = typer.Option
 STAGES = ("prompts", "answers", "train", "export")
+MOST = 2**31 - 1
+TEMPLATE_KINDS = 4  # an equal share of each
 
 
 def train_command(
@@ -56,19 +59,55 @@ def train_command(
     """Train a DFlash drafter on answers that the target itself writes."""
     stages = stage or list(STAGES)
     with bad_input():
-        if wrong := [name for name in stages if name not in STAGES]:
-            raise ValueError(f"--stage: found {wrong[0]!r}, expected one of {', '.join(STAGES)}")
-        temperatures = tuple(_numbers("--answer-temperatures", answer_temperatures))
-        padded = tuple(int(length) for length in _numbers("--lengths", lengths))
-        if list(padded) != sorted(set(padded)) or padded[0] < 2:
-            raise ValueError(f"--lengths: found {lengths!r}, expected ascending lengths of at least 2")
+        for name in stages:
+            one_of("--stage", name, STAGES)
+        if dtype is not None:
+            one_of("--dtype", dtype, DTYPES)
+        for option, value, low, high in (
+            ("--invent", invent, 0, MOST),
+            ("--templates", templates, 0, MOST),
+            ("--max-prompt-tokens", max_prompt_tokens, 1, MOST),
+            ("--max-answer-tokens", max_answer_tokens, 1, MOST),
+            ("--slots", slots, 1, MAX_SLOTS),
+            ("--chunk", chunk, 1, MOST),
+            ("--layers", layers, 1, 256),
+            ("--taps", taps, 1, 256),
+            ("--block-size", block_size, 2, 256),
+            ("--intermediate-size", intermediate_size, 1, MOST),
+            ("--steps", steps, 1, MOST),
+            ("--epochs", epochs, 1e-6, 1e6),
+            ("--batch", batch, 1, MOST),
+            ("--anchors", anchors, 1, MOST),
+            ("--learning-rate", learning_rate, 1e-12, 1e3),
+            ("--held-out", held_out, 1, MOST),
+            ("--evaluate-every", evaluate_every, 1, MOST),
+            ("--save-every", save_every, 1, MOST),
+            ("--seed", seed, 0, 2**32 - 1),
+        ):
+            if value is not None:
+                within(option, value, low, high)
+        temperatures, padded = decimals("--answer-temperatures", answer_temperatures), integers("--lengths", lengths)
+        for temperature in temperatures:
+            within("--answer-temperatures", temperature, 0, 100)
+        for length in padded:
+            within("--lengths", length, 2, MOST)
+        if padded != sorted(set(padded)):
+            raise ValueError(f"--lengths: found {lengths!r}, expected ascending lengths")
+        if "prompts" in stages and not (prompts or invent or templates >= TEMPLATE_KINDS):
+            raise ValueError(
+                f"prompts: found none to collect, expected --prompts, --invent or --templates {TEMPLATE_KINDS} or more"
+            )
+        for option, folder in (("--work", work), ("--output", output)):
+            if folder.exists() and not folder.is_dir():
+                raise ValueError(f"{option}: found a file at {folder}, expected a folder")
     use_compilation_cache()
     import jax
     import jax.numpy as jnp
 
-    from jaxspec.training_data import AnswerConfig, read_answers, split_examples, write_answers
+    from jaxspec.training_data import AnswerConfig, claim_answers, read_answers, split_examples, write_answers
     from jaxspec.training_export import export_drafter
-    from jaxspec.training_loop import RunConfig, read_checkpoint, steps_per_epoch, train
+    from jaxspec.training_loop import CHECKPOINT, RunConfig, check_checkpoint, read_checkpoint, steps_per_epoch, train
+    from jaxspec.training_prompts import Prompt, read_written_prompts
     from model.config import check_drafter
     from model.loading import load_target, open_checkpoint
     from model.tokenizer import Tokenizer
@@ -77,14 +116,23 @@ def train_command(
     start_up = StartUp()
     with bad_input():
         tokenizer = Tokenizer.from_checkpoint(target)
-        target_config = open_checkpoint(target).config
+        checkpoint = open_checkpoint(target)
+        if checkpoint.kind != "target":
+            raise ValueError(f"--target {target}: found a {checkpoint.kind} ({checkpoint.family}), expected a target")
+        target_config = checkpoint.config
+        within("--taps", taps, 1, max(1, target_config.num_hidden_layers - 3))
         drafter = _drafter_config(target_config, layers, taps, block_size, intermediate_size, mask_token)
         check_drafter(target_config, drafter)
-    work.mkdir(parents=True, exist_ok=True)
-    answers = AnswerConfig(temperatures, max_prompt_tokens, max_answer_tokens, chunk, seed)
+        if "answers" in stages or ("prompts" in stages and invent):
+            opening = len(tokenizer.encode_chat([{"role": "user", "content": "?"}]))
+            within("--max-prompt-tokens", max_prompt_tokens, opening, target_config.max_position_embeddings - 1)
+            most = target_config.max_position_embeddings - max_prompt_tokens
+            within("--max-answer-tokens", max_answer_tokens, 1, most)
+        work.mkdir(parents=True, exist_ok=True)
+    answers = AnswerConfig(tuple(temperatures), max_prompt_tokens, max_answer_tokens, chunk, seed)
     engine: Engine | None = None
 
-    def encode(prompt: "Prompt") -> list[int]:
+    def encode(prompt: Prompt) -> list[int]:
         return tokenizer.encode_chat([{"role": "user", "content": prompt.text}])
 
     def the_engine() -> "Engine":
@@ -97,10 +145,12 @@ def train_command(
             collected = _collect_prompts(prompts or [], templates, seed)
         if invent:
             collected += _invent(the_engine(), encode, tokenizer.decode, invent, seed)
-        _write_prompts(work / "prompts.jsonl", collected)
+        with bad_input():
+            _write_prompts(work / "prompts.jsonl", collected)
     if "answers" in stages:
         with bad_input():
-            asked = _read_written_prompts(work / "prompts.jsonl")
+            asked = read_written_prompts(work / "prompts.jsonl")
+            claim_answers(work / "answers", asked, answers)
         progress = Progress("answers")
         write_answers(
             the_engine(),
@@ -123,15 +173,17 @@ def train_command(
                 f"--mask-token: found {mask_token} in the training text, expected an id that no text holds"
             )
         run = RunConfig(
-            steps=steps or max(1, round(epochs * steps_per_epoch(examples, batch, padded))),
+            steps=steps or max(1, round(epochs * steps_per_epoch(examples, batch, tuple(padded)))),
             batch=batch,
             anchors=anchors,
-            lengths=padded,
+            lengths=tuple(padded),
             learning_rate=learning_rate,
             evaluate_every=evaluate_every,
             save_every=save_every,
             seed=seed,
         )
+        if resume and (work / "run" / CHECKPOINT).is_file():
+            check_checkpoint(work / "run", drafter, run, examples)
     if "train" in stages:
         kind = dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
         start_up.report(f"loading target {target} as {kind}")
@@ -145,7 +197,8 @@ def train_command(
         progress.close()
     if "export" in stages:
         with bad_input():
-            parameters, taken = read_checkpoint(work / "run" / "checkpoint.safetensors")
+            check_checkpoint(work / "run", drafter, run, examples)
+            parameters, taken = read_checkpoint(work / "run" / CHECKPOINT)
             history = [json.loads(line) for line in (work / "run" / "history.jsonl").read_text().splitlines()]
             history = [entry for entry in history if entry["step"] <= taken]
             figures = work / "run" / "figures.json"  # not there while the run is unfinished
@@ -162,37 +215,6 @@ def train_command(
             }
             export_drafter(output, drafter, parameters, record, history)
         say(f"{output}: a drafter of {record['parameters'] / 1e6:.1f} M parameters")
-
-
-class Progress:
-    """A line that rewrites itself on a terminal; elsewhere a new line now and then."""
-
-    def __init__(self, name: str):
-        self._name = name
-        self._began = self._shown = time.monotonic()
-        self._terminal = sys.stderr.isatty()
-
-    def rate(self, count: float) -> float:
-        """Per second since the beginning."""
-        return count / max(time.monotonic() - self._began, 1e-9)
-
-    def show(self, done: int, total: int, text: str, *, keep: bool = False) -> None:
-        """Shows where things stand; a line to `keep` is always printed and stays."""
-        now = time.monotonic()
-        if not keep and now - self._shown < (0.2 if self._terminal else 5.0) and done < total:
-            return
-        self._shown = now
-        line = f"{self._name} {done:,}/{total:,}  {text}"
-        if self._terminal:
-            sys.stderr.write(f"\r{line}\x1b[K" + ("\n" if keep else ""))
-            sys.stderr.flush()
-        else:
-            say(line)
-
-    def close(self) -> None:
-        """Ends the line."""
-        if self._terminal:
-            sys.stderr.write("\n")
 
 
 def _show(progress: Progress, entry: dict[str, Any], run: Any) -> None:
@@ -274,26 +296,11 @@ def _write_prompts(path: Path, prompts: list["Prompt"]) -> None:
     """Writes the prompts in random order: every file of answers is then a fair sample."""
     import random
 
-    from jaxspec.training_prompts import without_duplicates
+    from jaxspec.training_prompts import without_duplicates, write_prompts
 
     unique = without_duplicates(prompts)
     random.Random(0).shuffle(unique)
-    lines = [json.dumps({"turns": [prompt.text], "source": prompt.source}, ensure_ascii=False) for prompt in unique]
-    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    if not unique:
+        raise ValueError("prompts: found 0, expected at least 1; give --prompts, --templates or --invent")
+    write_prompts(path, unique)
     say(f"{path}: {len(unique):,} prompts")
-
-
-def _read_written_prompts(path: Path) -> list["Prompt"]:
-    from jaxspec.training_prompts import Prompt
-
-    if not path.is_file():
-        raise ValueError(f"{path}: not there; run the stage 'prompts' first")
-    records = map(json.loads, filter(None, path.read_text(encoding="utf-8").split("\n")))
-    return [Prompt(record["turns"][0], record["source"]) for record in records]
-
-
-def _numbers(name: str, text: str) -> list[float]:
-    try:
-        return [float(part) for part in text.split(",")]
-    except ValueError:
-        raise ValueError(f"{name}: found {text!r}, expected numbers with commas between") from None

@@ -7,6 +7,7 @@ and a tensor too large for one is cut into slabs along the axis that a mesh woul
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -18,9 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 from orbax.checkpoint import v1 as ocp
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MANIFEST = "jaxspec.json"
 PARAMS = "params"
+DTYPES = ("float32", "bfloat16", "float16")
 MAX_PART_BYTES = 256 * 10**6  # While a part is written, Orbax's buffers hold it once or twice more.
 CHECKED_ON_LOADING = 8 * 10**9  # Bytes of weights whose digests take seconds.
 CHUNK_BYTES = (
@@ -130,6 +132,12 @@ def digest(array: np.ndarray) -> str:
     return hashlib.sha256(np.ascontiguousarray(array).view(np.uint8).data).hexdigest()
 
 
+def seal(table: Mapping[str, Any]) -> str:
+    """sha256 of a manifest's content, apart from the seal itself, as JSON with sorted keys and no spaces."""
+    content = {key: value for key, value in table.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Writes `jaxspec.json`, the last file of a checkpoint."""
     rows: dict[str, dict[str, Any]] = {}
@@ -143,6 +151,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
             sha256 = manifest.digests[part.name][tensor.name]
             row["slabs"].append({"part": part.name, "start": slab.start, "stop": slab.stop, "sha256": sha256})
     table = {"format": FORMAT_VERSION, **manifest.about, "tensors": list(rows.values())}
+    table["sha256"] = seal(table)
     unfinished = folder / (MANIFEST + ".tmp")
     unfinished.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
     unfinished.replace(folder / MANIFEST)
@@ -163,19 +172,56 @@ def read_manifest(folder: Path) -> Manifest:
         raise ValueError(f"{folder}: no {MANIFEST}, so not a converted checkpoint; {hint}")
     try:
         table = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        if not isinstance(table, dict):
+            raise ValueError(f"found {type(table).__name__}, expected an object")
         version = table.pop("format")
         if version != FORMAT_VERSION:
             raise ValueError(f"format: found {version}, expected {FORMAT_VERSION}; convert it again")
+        if table.pop("sha256") != seal({"format": version, **table}):
+            raise ValueError("sha256: its content has changed; convert it again")
         parts: dict[str, list[Slab]] = {}
         digests: dict[str, dict[str, str]] = {}
-        for row in table.pop("tensors"):
-            tensor = Tensor(row["name"], tuple(row["shape"]), jnp.dtype(row["dtype"]).name, row["axis"])
-            for piece in row["slabs"]:
-                parts.setdefault(piece["part"], []).append(Slab(tensor, piece["start"], piece["stop"]))
-                digests.setdefault(piece["part"], {})[tensor.name] = piece["sha256"]
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        rows = table.pop("tensors")
+        if len({row["name"] for row in rows}) < len(rows):
+            raise ValueError("tensors: one of them is listed twice")
+        for row in rows:
+            for name, slab, sha256 in _read_row(row):
+                parts.setdefault(name, []).append(slab)
+                digests.setdefault(name, {})[slab.tensor.name] = sha256
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
         raise ValueError(f"{folder / MANIFEST}: damaged or of another version: {_one_line(error)}") from error
     return Manifest(table, tuple(Part(name, tuple(parts[name])) for name in parts), digests)
+
+
+def _read_row(row: Mapping[str, Any]) -> list[tuple[str, Slab, str]]:
+    """One tensor's part, slab and digest for each of its slabs; raises ValueError unless they tile it in order."""
+    name, shape, dtype, axis = row["name"], row["shape"], row["dtype"], row["axis"]
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"tensor: found the name {name!r}, expected text")
+    if not isinstance(shape, list) or not shape or not all(type(size) is int and size > 0 for size in shape):
+        raise ValueError(f"tensor {name} shape: found {shape!r}, expected a list of sizes")
+    if dtype not in DTYPES:
+        raise ValueError(f"tensor {name} dtype: found {dtype!r}, expected one of {', '.join(DTYPES)}")
+    if type(axis) is not int or not 0 <= axis < len(shape):
+        raise ValueError(f"tensor {name} axis: found {axis!r}, expected 0 to {len(shape) - 1}")
+    tensor = Tensor(name, tuple(shape), dtype, axis)
+    pieces: dict[str, tuple[Slab, str]] = {}
+    end = 0
+    for piece in row["slabs"]:
+        part, start, stop, sha256 = piece["part"], piece["start"], piece["stop"], piece["sha256"]
+        if not isinstance(part, str) or not re.fullmatch(r"\w[\w.-]*", part):
+            raise ValueError(f"tensor {name} part: found {part!r}, expected a folder's name")
+        if type(start) is not int or type(stop) is not int or start != end or not start < stop <= shape[axis]:
+            raise ValueError(f"tensor {name} slab: found {start!r} to {stop!r}, expected one from {end} on")
+        if not isinstance(sha256, str) or not re.fullmatch("[0-9a-f]{64}", sha256):
+            raise ValueError(f"tensor {name} sha256: found {sha256!r}, expected 64 hexadecimal digits")
+        if part in pieces:
+            raise ValueError(f"tensor {name} part: found {part} twice")
+        pieces[part] = Slab(tensor, start, stop), sha256
+        end = stop
+    if end != shape[axis]:
+        raise ValueError(f"tensor {name}: found slabs up to {end}, expected {shape[axis]}")
+    return [(part, slab, sha256) for part, (slab, sha256) in pieces.items()]
 
 
 def load_arrays(
@@ -208,8 +254,10 @@ def load_arrays(
             if slab.whole:
                 arrays[name] = read[name]
                 continue
-            pending.setdefault(name, []).append((slab, read[name]))
-            if slab.stop == slab.tensor.shape[slab.tensor.axis]:
+            slabs = pending.setdefault(name, [])
+            slabs.append((slab, read[name]))
+            if sum(s.stop - s.start for s, _ in slabs) == slab.tensor.shape[slab.tensor.axis]:
+                slabs.sort(key=lambda piece: piece[0].start)
                 arrays[name] = _join(slab.tensor, pending.pop(name), sharding(slab.tensor))
     return arrays
 

@@ -85,10 +85,13 @@ class CheckpointWriter:
                 raise ValueError(
                     f"{self.partial}: {key} has changed since that run began; start again with --overwrite"
                 )
+        (self.partial / PARAMS).mkdir(exist_ok=True)
+        written = {path.name: path for path in (self.partial / PARAMS).iterdir()}
+        # A part whose folder is gone is written again.
+        records = records[:1] + [record for record in records[1:] if record["part"] in written]
         self.finished = {record["part"]: record["digests"] for record in records[1:]}
-        for path in (self.partial / PARAMS).iterdir():
-            if path.name not in self.finished:
-                shutil.rmtree(path)
+        for name in set(written) - set(self.finished):
+            shutil.rmtree(written[name])
         journal.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
 
     def _record(self, record: Mapping[str, Any]) -> None:
@@ -111,11 +114,22 @@ def check_output(folder: Path, overwrite: bool) -> None:
 
 
 def _read_journal(path: Path) -> list[dict[str, Any]]:
-    """The journal's whole lines; the last one may have been cut short by the kill."""
-    records = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+    """The journal's whole lines; the last one may have been cut short by the kill.
+
+    Raises:
+      ValueError: if a whole line is not what `CheckpointWriter` writes.
+    """
+    records: list[dict[str, Any]] = []
+    for line in path.read_bytes().splitlines() if path.exists() else ():
         try:
-            records.append(json.loads(line))
-        except ValueError:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
             break
+        match record:
+            case {"part": str(), "digests": {}} if records:
+                records.append(record)
+            case {} if not records:
+                records.append(record)
+            case _:
+                raise ValueError(f"{path} line {len(records) + 1}: damaged; start again with --overwrite")
     return records

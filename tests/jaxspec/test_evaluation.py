@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from typer.testing import CliRunner
 
 from jaxspec import evaluation
 from jaxspec.evaluation import Evaluation, Prompt, first_difference, modes, read_prompts, request_seed
-from jaxspec.evaluation_report import RunFolder, statistics_of
+from jaxspec.evaluation_report import RunFolder, markdown, statistics_of, summarise
 from model.tokenizer import Tokenizer
 from scripts.evaluate import app
 from sharding.mesh import make_mesh
@@ -231,7 +232,7 @@ def test_existing_output_is_kept_unless_told(tmp_path):
     for overwrite in (False, True):
         with pytest.raises(ValueError, match="mine: .*exists"):
             RunFolder(tmp_path / "mine", overwrite=overwrite)
-    summary = {"about": {}, "passes": []}
+    summary = {"about": {}, "passes": [], "left_out": []}
     first = RunFolder(tmp_path / "run", overwrite=False)
     first.add([{"id": "1"}])
     first.finish(summary)
@@ -249,10 +250,14 @@ def test_existing_output_is_kept_unless_told(tmp_path):
     ("line", "message"),
     [
         ("{", "line 2: not JSON"),
+        ("[1]", r"p\.jsonl line 2: found \[1\], expected an object"),
+        ("[" * 100_000, "line 2: not JSON"),
         ('{"id": "b"}', "line 2: turns: found None"),
         ('{"id": "b", "turns": []}', "line 2: turns: found"),
         ('{"id": "b", "turns": [1]}', "line 2: turns: found"),
         ('{"id": "a", "turns": ["x"]}', "line 2: id: found 'a' twice"),
+        ('{"id": "b", "turns": ["\\udcff"]}', r"p\.jsonl line 2: found '\\udcff', half a surrogate pair"),
+        ('{"id": "\\ud800", "turns": ["x"]}', r"line 2: found '\\ud800', half a surrogate pair"),
     ],
 )
 def test_bad_prompt_files(tmp_path, line, message):
@@ -261,6 +266,12 @@ def test_bad_prompt_files(tmp_path, line, message):
     with pytest.raises(ValueError, match=message):
         read_prompts(path)
     assert read_prompts(path, 1) == [Prompt("p", "a", "p", ("x",))]
+
+
+def test_prompt_file_that_is_not_utf8(tmp_path):
+    (tmp_path / "p.jsonl").write_bytes(b'{"turns": ["x"]}\n{"turns": ["\xff"]}\n')
+    with pytest.raises(ValueError, match=r"p\.jsonl line 2: not UTF-8: found byte 0xff"):
+        read_prompts(tmp_path / "p.jsonl")
 
 
 def test_empty_prompt_file(tmp_path):
@@ -274,6 +285,9 @@ def test_empty_prompt_file(tmp_path):
     [
         (["--budgets", "8,x"], "--budgets: found 'x'"),
         (["--budgets", "2000"], "SpeculationConfig.budget: found 2000"),
+        (["--budgets", "6,4,6"], "--budgets: found 6 twice"),
+        (["--temperatures", "0,0.0"], "--temperatures: found 0 twice"),
+        (["--top-k-cap", 261, "--budgets", 6], "SpeculationConfig.top_k_cap: found 261, expected at most"),
         (["--temperatures", "-1"], "SamplingParams.temperature: found -1.0"),
         (["--temperatures", "nan"], "SamplingParams.temperature: found nan"),
         (["--batch", 0], "EngineConfig.slots: found 0"),
@@ -297,3 +311,86 @@ def test_prompt_too_long_is_named(evaluate, tmp_path, prompts):
     result = evaluate(tmp_path / "run", "--prompts", path)
     assert result.exit_code == 2
     assert "prompt h-0 of huge: found 503 tokens, expected at most 399" in result.stderr
+
+
+def test_drafter_of_another_tokenizer_is_refused(evaluate, folder, tmp_path):
+    other = tmp_path / "drafter" / "tokenizer"
+    shutil.copytree(folder, other)
+    backend = Backend.from_file(str(other / "tokenizer.json"))
+    backend.add_tokens(["more"])
+    backend.save(str(other / "tokenizer.json"))
+    result = evaluate(tmp_path / "run", "--drafter", other.parent)
+    assert result.exit_code == 2
+    assert "error: drafter tokenizer: found fingerprint" in result.stderr
+    shutil.copyfile(folder / "tokenizer.json", other / "tokenizer.json")
+    result = evaluate(tmp_path / "run", "--drafter", other.parent, "--top-k-cap", 261)
+    assert "error: SpeculationConfig.top_k_cap" in result.stderr  # the next thing to be refused
+
+
+@pytest.fixture
+def of_bytes(folder):
+    """An evaluation whose answers, read back as text, are twelve tokens for each one generated."""
+
+    class Echo(Tokenizer):
+        def decode(self, ids, skip_special=True):
+            return "twelve bytes" * len(ids)
+
+    def run(*prompts, batch=1, max_tokens=8):
+        models = tiny_target(TARGET), tiny_dflash(DRAFTER)
+        return Evaluation(
+            *models,
+            Echo.from_checkpoint(folder),
+            prompts,
+            mesh=make_mesh(1),
+            batch=batch,
+            max_tokens=max_tokens,
+            seed=0,
+        )
+
+    return run
+
+
+def test_conversation_that_outgrows_the_context_ends_there(of_bytes):
+    """Its first turns and the other conversations are asked in every mode; the rest is counted and named."""
+    prompts = [Prompt("s", "long", "c", ("a" * 100, "b" * 100, "c" * 200, "d")), Prompt("s", "short", "c", ("e", "f"))]
+    run = of_bytes(*prompts, batch=2, max_tokens=4)
+    passes = list(run.run(modes([], 4, run.depth), [0.0], lambda mode, temperature: None))
+    for done in passes:
+        asked = [(record["id"], record["turn"]) for record in done.records]
+        assert asked == [("long", 0), ("short", 0), ("long", 1), ("short", 1)]
+    summary = summarise(passes, {})
+    (left,) = summary["left_out"]
+    second = next(r for r in passes[0].records if (r["id"], r["turn"]) == ("long", 1))
+    found = second["prompt_tokens"] + 3 + 12 * second["tokens"] + 3 + 200
+    reason = f"found {found} tokens, expected at most 399 (context limit)"
+    assert left == {"temperature": 0.0, "set": "s", "id": "long", "turn": 2, "turns": 2, "reason": reason}
+    page = markdown(summary)
+    assert "Not asked: 2 later turn(s) of 1 conversation(s)" in page
+    assert f"- long of s, from turn 3: {reason}" in page
+
+
+def test_answers_that_grow_when_read_back_fit_the_cache(of_bytes, monkeypatch):
+    """The second turn is estimated at one page and comes to two, and yet it fits the models."""
+    monkeypatch.setattr(evaluation, "PAGE_SIZE", 128)
+    run = of_bytes(Prompt("s", "a", "c", ("x", "y")), max_tokens=16)
+    (plain,) = run.run(modes([], 4, run.depth)[:1], [1.0], lambda mode, temperature: None)
+    assert plain.left_out == ()
+    first, second = plain.records
+    assert second["prompt_tokens"] == 4 + 3 + 12 * first["tokens"] + 4 > 128
+
+
+def test_template_that_refuses_an_answer_ends_the_conversation(of_bytes, monkeypatch):
+    run = of_bytes(Prompt("s", "a", "c", ("x", "y", "z")))
+    encode = Tokenizer.encode_chat
+
+    def refusing(self, messages):
+        if "twelve" in "".join(message["content"] for message in messages):
+            raise ValueError("chat template: refuses this")
+        return encode(self, messages)
+
+    monkeypatch.setattr(Tokenizer, "encode_chat", refusing)
+    (plain,) = run.run(modes([], 4, run.depth)[:1], [0.0], lambda mode, temperature: None)
+    assert len(plain.records) == 1
+    assert [(left["turn"], left["turns"], left["reason"]) for left in plain.left_out] == [
+        (1, 2, "chat template: refuses this")
+    ]

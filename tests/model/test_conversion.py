@@ -20,11 +20,11 @@ from safetensors.numpy import save_file
 from typer.testing import CliRunner
 
 from model.config import ModelConfig, read_model_config
-from model.conversion import convert, plan_conversion
+from model.conversion import convert, is_converted, plan_conversion
 from model.loading import load_drafter, load_target, open_checkpoint
 from model.sources import open_source
 from scripts.convert_checkpoint import app
-from sharding.checkpoint import MANIFEST, read_manifest
+from sharding.checkpoint import MANIFEST, read_manifest, seal
 from sharding.mesh import make_mesh
 
 SIZES = {
@@ -43,8 +43,14 @@ DRAFTER = SIZES | {
     "num_hidden_layers": 2,
     "rms_norm_eps": 1e-6,
     "rope_theta": 10000.0,
-    "num_target_layers": 2,
-    "dflash_config": {"block_size": 4, "mask_token_id": 95, "target_layer_ids": [0, 0]},
+    "num_target_layers": 3,
+    "dflash_config": {"block_size": 4, "mask_token_id": 95, "target_layer_ids": [0, 1]},
+}
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "num_hidden_layers": 3,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
 }
 MODELS = {
     "llama": (transformers.LlamaForCausalLM, transformers.LlamaConfig),
@@ -108,7 +114,7 @@ def weights_of(module: nnx.Module) -> dict[str, jax.Array]:
 
 
 def target_config() -> ModelConfig:
-    return read_model_config(SIZES | {"architectures": ["LlamaForCausalLM"], "rms_norm_eps": 1e-6, "rope_theta": 1e4})
+    return read_model_config(SIZES | LLAMA)
 
 
 @pytest.mark.parametrize(
@@ -231,6 +237,7 @@ def test_tensors_that_do_not_match_stop_it_before_anything_is_written(tmp_path, 
         ({"architectures": ["DFlash2DraftModel"]}, r"DFlash 2\) is not supported"),
         ({"architectures": ["MambaForCausalLM"]}, "architectures: found 'MambaForCausalLM', expected one of Llama"),
         ({"architectures": None}, r"architectures: found '\(none\)'"),
+        ({"architectures": "DFlashDraftModel"}, "architectures: found 'DFlashDraftModel', expected a list of names"),
         ({"attention_bias": True}, "attention_bias: found True"),
     ],
 )
@@ -248,9 +255,7 @@ def test_a_checkpoint_of_the_wrong_kind_or_target(tmp_path):
         load_target(output, make_mesh(1))
     with pytest.raises(ValueError, match="found a drafter .*, expected a target"):
         plan_conversion(open_source(tmp_path / "source"), kind="target")
-    other = read_model_config(
-        SIZES | {"architectures": ["LlamaForCausalLM"], "rms_norm_eps": 1e-6, "rope_theta": 1e4, "vocab_size": 97}
-    )
+    other = read_model_config(SIZES | LLAMA | {"vocab_size": 97})
     with pytest.raises(ValueError, match="drafter vocab_size: found 96, but the target has 97"):
         load_drafter(output, make_mesh(1), other)
 
@@ -266,9 +271,108 @@ def test_weights_that_do_not_match_the_config_are_refused(tmp_path):
     ):
         table = json.loads(original)
         table["config"][key] = value
-        (output / MANIFEST).write_text(json.dumps(table))
+        (output / MANIFEST).write_text(json.dumps(table | {"sha256": seal(table)}))
         with pytest.raises(ValueError, match=message):
             load_drafter(output, make_mesh(1), target_config())
+
+
+def resealed(output: Path, **changes: Any) -> None:
+    """Rewrites a manifest as its writer would have written it with other content."""
+    table = json.loads((output / MANIFEST).read_text()) | changes
+    (output / MANIFEST).write_text(json.dumps(table | {"sha256": seal(table)}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"family": ["llama"]}, r"manifest family: found \['llama'\], expected one of"),
+        ({"kind": "target"}, "manifest kind: found 'target', expected drafter"),
+        ({"dtype": "int8"}, "manifest dtype: found 'int8', expected float32 or bfloat16 or float16"),
+        ({"dtype": {}}, "manifest dtype: found {}, expected float32"),
+        ({"config": 5}, "manifest config: found int, expected an object"),
+        ({"config": DRAFTER | {"num_key_value_heads": 3}}, "config.json num_key_value_heads: found 3, expected a div"),
+    ],
+)
+def test_a_manifest_with_other_content_is_refused_by_name(tmp_path, changes, message):
+    save_drafter(tmp_path / "source")
+    output = converted(tmp_path / "source", tmp_path / "drafter")
+    resealed(output, **changes)
+    with pytest.raises(ValueError, match=message) as caught:
+        open_checkpoint(output)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_config_changed_after_conversion_is_refused(tmp_path):
+    save_drafter(tmp_path / "source")
+    output = converted(tmp_path / "source", tmp_path / "drafter")
+    text = (output / MANIFEST).read_text()
+    for before, after in (('"rope_theta": 10000.0', '"rope_theta": 20000.0'), ('"block_size": 4', '"block_size": 5')):
+        assert text.count(before) == 1
+        (output / MANIFEST).write_text(text.replace(before, after))
+        with pytest.raises(ValueError, match="damaged or of another version: sha256: .*convert it again"):
+            open_checkpoint(output)
+
+
+def test_a_manifest_that_names_no_source_is_not_the_conversion_of_one(tmp_path):
+    save_drafter(tmp_path / "source")
+    output = converted(tmp_path / "source", tmp_path / "drafter")
+    source = open_source(tmp_path / "source")
+    plan = plan_conversion(source)
+    assert is_converted(output, source, plan)
+    resealed(output, source="here")
+    assert not is_converted(output, source, plan)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_weights_that_are_no_numbers_are_refused_by_name(tmp_path, value, dtype):
+    weights = save_drafter(tmp_path / "source")
+    weights["layers.1.mlp.up_proj.weight"][40, 3] = value
+    save_file(weights, tmp_path / "source" / "model.safetensors")
+    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.up_proj\.weight has NaN or infinite values"):
+        converted(tmp_path / "source", tmp_path / "out", dtype=dtype)
+    assert not (tmp_path / "out").exists()
+
+
+BYTE_LEVEL = {
+    "model": {"type": "BPE", "vocab": {"a": 0}, "merges": []},
+    "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
+    "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+}
+TEMPLATED = {"tokenizer.json": json.dumps(BYTE_LEVEL), "tokenizer_config.json": '{"chat_template": "{% if %}"}'}
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"tokenizer.model": "x"}, r"found tokenizer\.model, expected a tokenizer\.json"),
+        ({"vocab.json": "{}", "merges.txt": ""}, r"found vocab\.json, expected a tokenizer\.json"),
+        ({"tokenizer.json": "{}"}, r"source: tokenizer\.json: not a readable tokenizer"),
+        ({"tokenizer.json": json.dumps(BYTE_LEVEL | {"decoder": None})}, r"only ByteLevel is supported"),
+        (TEMPLATED, "chat template"),
+    ],
+    ids=["sentencepiece", "slow", "unreadable", "decoder", "template"],
+)
+def test_a_tokenizer_that_is_not_read_stops_it_before_anything_is_written(tmp_path, files, message):
+    hugging_face(tmp_path / "source")
+    for name, text in files.items():
+        (tmp_path / "source" / name).write_text(text)
+    with pytest.raises(ValueError, match=message) as caught:
+        plan_conversion(open_source(tmp_path / "source"))
+    assert str(caught.value).startswith(f"{tmp_path / 'source'}: ")
+    result = command(tmp_path / "source", tmp_path / "out")
+    assert result.exit_code == 2
+    assert len(result.stderr.strip().splitlines()) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_a_tokenizer_that_is_read_is_copied(tmp_path):
+    hugging_face(tmp_path / "source")
+    (tmp_path / "source" / "tokenizer.json").write_text(json.dumps(BYTE_LEVEL))
+    (tmp_path / "source" / "tokenizer.model").write_text("x")  # Beside a tokenizer.json it does no harm.
+    output = converted(tmp_path / "source", tmp_path / "out")
+    assert json.loads((output / "tokenizer" / "tokenizer.json").read_text()) == BYTE_LEVEL
+    assert not (output / "tokenizer" / "tokenizer.model").exists()
 
 
 # The command.

@@ -1,6 +1,8 @@
 """Published checkpoints read as named tensors: safetensors folders and GGUF files."""
 
 import json
+import re
+import struct
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -89,9 +91,31 @@ def remove_config(folder: Path) -> None:
     (folder / "config.json").unlink()
 
 
+def swap_shards(folder: Path) -> None:
+    index = {"weight_map": {"a": "model-2.safetensors", "b": "model-1.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def double_tensor(folder: Path) -> None:
+    save_file({"b": np.ones(5, np.float32), "a": np.full((2, 3), 7, np.float32)}, folder / "model-2.safetensors")
+
+
+def double_unlisted_tensor(folder: Path) -> None:
+    save_file({"a": np.ones((2, 3), np.float32), "c": np.ones(1, np.float32)}, folder / "model-1.safetensors")
+    save_file({"b": np.ones(5, np.float32), "c": np.ones(1, np.float32)}, folder / "model-2.safetensors")
+
+
+def nest_json(folder: Path) -> None:
+    (folder / "config.json").write_text("[" * 100_000)
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
+        (swap_shards, r"model-1\.safetensors: holds a, which belongs in model-2\.safetensors"),
+        (double_tensor, r"model-2\.safetensors: holds a, which belongs in model-1\.safetensors"),
+        (double_unlisted_tensor, r"model-2\.safetensors: holds c, which belongs in model-1\.safetensors"),
+        (nest_json, r"config\.json: not JSON"),
         (damage_truncate, r"model-2\.safetensors: truncated or not a safetensors file"),
         (damage_header, r"model-1\.safetensors: truncated or not a safetensors file"),
         (damage_index, r"index\.json: lists c, which model-2\.safetensors does not hold"),
@@ -106,6 +130,23 @@ def test_a_damaged_folder_is_one_line(folder, damage, message):
     with pytest.raises(ValueError, match=message) as caught:
         open_source(folder)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("shards", [None, {}, [], ["a"], "x", 5])
+def test_an_index_without_its_table_is_one_line(folder, shards):
+    write_shards(folder)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+    with pytest.raises(ValueError, match=r"index\.json weight_map: found .*, expected an object of tensors and files"):
+        open_source(folder)
+
+
+@pytest.mark.parametrize("file", [1, None, ["model-1.safetensors"], "", "..", "a/b", "../model-1.safetensors", "a\0"])
+def test_an_index_that_names_no_file_is_one_line(folder, file):
+    write_shards(folder)
+    shards = {"a": "model-1.safetensors", "b": "model-2.safetensors", "c": file}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+    with pytest.raises(ValueError, match=r"index\.json weight_map c: found .*, expected a safetensors file's name"):
+        open_source(folder)
 
 
 def test_a_path_that_is_no_checkpoint(tmp_path):
@@ -231,6 +272,31 @@ def test_another_gguf_architecture_is_refused(tmp_path):
     write_gguf(tmp_path / "m.gguf", arch="gemma3")
     with pytest.raises(ValueError, match=r"general\.architecture: found 'gemma3', only 'llama' is supported"):
         open_source(tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("llama.attention.head_count", struct.pack("<II", 4, 0)),
+        ("llama.attention.head_count", struct.pack("<Ii", 5, -4)),
+        ("llama.attention.head_count_kv", struct.pack("<If", 6, 2.0)),
+        ("llama.embedding_length", struct.pack("<II", 4, 2**32 - 1)),
+        ("llama.block_count", struct.pack("<II", 4, 10**9)),
+        ("llama.context_length", struct.pack("<II", 4, 0)),
+        ("llama.attention.layer_norm_rms_epsilon", struct.pack("<If", 6, np.nan)),
+        ("llama.rope.freq_base", struct.pack("<If", 6, np.inf)),
+        ("tokenizer.ggml.eos_token_id", struct.pack("<II", 4, 10)),
+    ],
+)
+def test_gguf_metadata_that_do_not_fit_are_refused_by_name(tmp_path, key, value):
+    path = tmp_path / "m.gguf"
+    write_gguf(path)
+    raw = path.read_bytes()
+    place = raw.index(len(key).to_bytes(8, "little") + key.encode()) + 8 + len(key)
+    path.write_bytes(raw[:place] + value + raw[place + 8 :])  # Type and value, four bytes each.
+    with pytest.raises(ValueError, match=rf"m\.gguf: metadata {re.escape(key)}: found .*, expected") as caught:
+        open_source(path)
+    assert "\n" not in str(caught.value)
 
 
 def half_floats(raw: np.ndarray) -> np.ndarray:

@@ -2,7 +2,9 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +23,7 @@ from sharding.checkpoint import (
     load_arrays,
     partition,
     read_manifest,
+    seal,
     verify,
 )
 from sharding.journal import JOURNAL, CheckpointWriter
@@ -180,8 +183,11 @@ def test_a_damaged_part_is_one_line(checkpoint, damage):
     ("edit", "message"),
     [
         (lambda text: text[: len(text) // 2], "damaged or of another version"),
-        (lambda text: "[]", "damaged or of another version"),
-        (lambda text: text.replace('"format": 1', '"format": 9'), "format: found 9, expected 1"),
+        (lambda text: "[]", "damaged or of another version: found list, expected an object"),
+        (lambda text: text.replace('"format": 2', '"format": 9'), "format: found 9, expected 2; convert it again"),
+        (lambda text: text.replace('"format": 2', '"format": 1'), "format: found 1, expected 2; convert it again"),
+        (lambda text: text.replace('"kind": "target"', '"kind": "drafter"'), "sha256: its content has changed"),
+        (lambda text: "[" * 100_000, "damaged or of another version"),
         (lambda text: text.replace('"float32"', '"floaty"'), "damaged or of another version"),
     ],
 )
@@ -191,6 +197,90 @@ def test_a_damaged_manifest_is_one_line(checkpoint, edit, message):
     with pytest.raises(ValueError, match=message) as caught:
         read_manifest(checkpoint)
     assert "\n" not in str(caught.value)
+
+
+def rows_of(table: dict[str, Any]) -> dict[str, Any]:
+    return {row["name"]: row for row in table["tensors"]}
+
+
+def edit_row(**changes: Any) -> Callable[[dict[str, Any]], object]:
+    return lambda table: rows_of(table)["a.rows"].update(changes)
+
+
+def edit_slab(index: int = 0, **changes: Any) -> Callable[[dict[str, Any]], object]:
+    return lambda table: rows_of(table)["a.rows"]["slabs"][index].update(changes)
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (edit_row(name=5), "tensor: found the name 5"),
+        (edit_row(name=["a"]), "unhashable"),
+        (edit_row(name="norm"), "listed twice"),
+        (edit_row(shape=48), "shape: found 48, expected a list of sizes"),
+        (edit_row(shape=[48, -6]), r"shape: found \[48, -6\]"),
+        (edit_row(shape=[48, True]), r"shape: found \[48, True\]"),
+        (edit_row(shape=[49, 6]), "tensor a.rows: found slabs up to 48, expected 49"),
+        (edit_row(shape=[47, 6]), r"slab: found \d+ to 48, expected one from"),
+        (edit_row(dtype="int8"), "dtype: found 'int8', expected one of float32, bfloat16, float16"),
+        (edit_row(dtype=["float32"]), "dtype: found"),
+        (edit_row(axis=7), "axis: found 7, expected 0 to 1"),
+        (edit_row(axis=-1), "axis: found -1"),
+        (edit_row(axis=None), "axis: found None"),
+        (edit_row(slabs=[]), "tensor a.rows: found slabs up to 0, expected 48"),
+        (edit_row(slabs=5), "not iterable"),
+        (edit_slab(stop=10), "slab: found"),
+        (edit_slab(1, start=0), "slab: found 0"),
+        (edit_slab(start="0"), "slab: found '0'"),
+        (edit_slab(stop=0), "slab: found 0 to 0"),
+        (edit_slab(part="../../etc"), r"part: found '../../etc', expected a folder's name"),
+        (edit_slab(part=".."), "part: found '..'"),
+        (edit_slab(part=""), "part: found ''"),
+        (edit_slab(part=3), "part: found 3"),
+        (edit_slab(1, part="a-0"), "part: found a-0 twice"),
+        (edit_slab(sha256="0"), "sha256: found '0', expected 64"),
+        (lambda table: table.update(tensors={"a": 1}), "damaged"),
+        (lambda table: table.update(tensors=5), "damaged"),
+        (lambda table: table.pop("tensors"), "tensors"),
+        (lambda table: table["tensors"].append("x"), "damaged"),
+    ],
+)
+def test_a_sealed_manifest_that_describes_no_checkpoint_is_one_line(checkpoint, edit, message):
+    path = checkpoint / MANIFEST
+    table = json.loads(path.read_text())
+    edit(table)
+    path.write_text(json.dumps(table | {"sha256": seal(table)}))
+    with pytest.raises(ValueError, match=message) as caught:
+        read_manifest(checkpoint)
+    assert str(caught.value).startswith(f"{path}: damaged or of another version: ")
+    assert "\n" not in str(caught.value)
+
+
+def test_parts_in_any_order_make_the_same_arrays(checkpoint, arrays):
+    manifest = read_manifest(checkpoint)
+    backwards = Manifest(manifest.about, manifest.parts[::-1], manifest.digests)
+    mesh = make_mesh(1)
+    loaded = load_arrays(checkpoint, backwards, jnp.float32, lambda t: NamedSharding(mesh, PartitionSpec()))
+    assert set(loaded) == set(arrays)
+    for name, array in loaded.items():
+        np.testing.assert_array_equal(np.asarray(array), arrays[name])
+
+
+def test_a_part_that_is_noted_but_gone_is_written_again(tmp_path, arrays):
+    parts = partition(GROUPS, max_part_bytes=700)
+    writer = write(tmp_path / "model", arrays, parts[:3])
+    shutil.rmtree(writer.partial / PARAMS / parts[1].name)
+    resumed = write(tmp_path / "model", arrays, parts, resume=True)
+    verify(tmp_path / "model", resumed.finish({}, parts))
+
+
+@pytest.mark.parametrize("line", ["[]", "5", '{"part": 1, "digests": {}}', '{"part": "a-0"}', '{"digests": {}}'])
+def test_a_damaged_journal_is_one_line(tmp_path, arrays, line):
+    writer = write(tmp_path / "model", arrays, partition(GROUPS)[:1])
+    with (writer.partial / JOURNAL).open("a") as journal:
+        journal.write(f"{line}\n")
+    with pytest.raises(ValueError, match=r"journal\.jsonl line 3: damaged; start again with --overwrite"):
+        write(tmp_path / "model", arrays, partition(GROUPS), resume=True)
 
 
 def test_a_folder_without_its_marker_is_refused(tmp_path, arrays):
@@ -265,7 +355,7 @@ def test_only_a_converted_checkpoint_is_overwritten(tmp_path, arrays):
 
 def test_the_manifest_lists_every_tensor(checkpoint):
     table = json.loads((checkpoint / MANIFEST).read_text())
-    assert table["format"] == 1
+    assert table["format"] == 2
     assert table["kind"] == "target"
     rows = {row["name"]: row for row in table["tensors"]}
     assert {name: (row["shape"], row["dtype"]) for name, row in rows.items()} == {

@@ -24,7 +24,7 @@ MANIFEST = "jaxspec.json"
 PARAMS = "params"
 DTYPES = ("float32", "bfloat16", "float16")
 MAX_PART_BYTES = 256 * 10**6  # While a part is written, Orbax's buffers hold it once or twice more.
-CHECKED_ON_LOADING = 8 * 10**9  # Bytes of weights whose digests take seconds.
+CHECKED_ON_LOADING = 20 * 10**9  # Bytes of weights whose digests take seconds.
 CHUNK_BYTES = (
     16 * 2**20
 )  # What one read fetches at least: small against a part, so a device reads little but its slice.

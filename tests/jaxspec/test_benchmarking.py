@@ -19,6 +19,8 @@ from model.config import check_drafter
 from scripts.benchmark import app
 from sharding.mesh import make_mesh
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 TINY = pair_of(
     dataclasses.replace(
         SHAPES["smollm2"].target,

@@ -8,7 +8,6 @@ import shutil
 import numpy as np
 import pytest
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, pre_tokenizers
 from typer.testing import CliRunner
 
 from jaxspec import evaluation
@@ -18,6 +17,7 @@ from model.tokenizer import Tokenizer
 from scripts.evaluate import app
 from sharding.mesh import make_mesh
 from tests.builders import DFLASH, GROUPED, tiny_dflash, tiny_target
+from tests.published import write_byte_tokenizer
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -36,13 +36,7 @@ REQUESTS, MODES, TEMPERATURES = 6, ("plain", "chain", "ddtree-6"), (0.0, 1.0)
 def folder(tmp_path_factory):
     """A target's folder, as far as its tokenizer is concerned."""
     path = tmp_path_factory.mktemp("target")
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Backend(models.BPE(vocab={token: index for index, token in enumerate(alphabet)}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(["<s>", "</s>"])
-    backend.save(str(path / "tokenizer.json"))
-    (path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", "chat_template": TEMPLATE}))
+    write_byte_tokenizer(path, {"eos_token": "</s>", "chat_template": TEMPLATE})
     return path
 
 

@@ -7,19 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-import jax.numpy as jnp
-import numpy as np
 import pytest
-from safetensors.numpy import save_file
-from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, pre_tokenizers
 
 from jaxspec.config import EngineConfig, SamplingParams
 from jaxspec.engine import Engine
-from model.families import FAMILIES, family_of
-from model.parameters import weight_specs
 from serve.cli import main
 from serve.packaged import converted
+from tests.published import write_byte_tokenizer, write_model
 
 CONTEXT = 128
 SIZES = {
@@ -49,36 +43,16 @@ DRAFTER = SIZES | {
 TEMPLATE = "{% for m in messages %}<s>{{ m.role[0] }}:{{ m.content }}{% endfor %}"
 
 
-def write_model(folder: Path, config: dict) -> Path:
-    """A published model with random weights; large enough ones that its answers vary."""
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
-    family = FAMILIES[family_of(config)]
-    draw = np.random.default_rng(1)
-    tensors = {}
-    for spec in weight_specs(family.build(family.read_config(config), 1, jnp.float32)):
-        scale = 1.0 if len(spec.shape) == 1 else 0.3
-        tensors[family.source_names(spec.name)[0]] = (draw.standard_normal(spec.shape) * scale).astype(np.float32)
-    save_file(tensors, folder / "model.safetensors")
-    return folder
-
-
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
-    target = write_model(root / "target", TARGET)
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Backend(models.BPE(vocab={token: index for index, token in enumerate(alphabet)}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(["<s>", "</s>"])
-    backend.save(str(target / "tokenizer.json"))
+    target = write_model(root / "target", TARGET, scale=0.3)
     settings = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": TEMPLATE}
-    (target / "tokenizer_config.json").write_text(json.dumps(settings))
-    other = write_model(root / "other", DRAFTER | {"hidden_size": 64})
+    write_byte_tokenizer(target, settings)
+    other = write_model(root / "other", DRAFTER | {"hidden_size": 64}, scale=0.3)
     return {
         "target": converted(target, root),
-        "drafter": converted(write_model(root / "drafter", DRAFTER), root),
+        "drafter": converted(write_model(root / "drafter", DRAFTER, scale=0.3), root),
         "other": converted(other, root),
         "published": target,
     }

@@ -1,19 +1,13 @@
 """`jaxspec train` through the command's own entry point: what it refuses, and how early."""
 
-import json
-
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
-from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, pre_tokenizers
 
-from model.families import FAMILIES, family_of
-from model.parameters import weight_specs
 from serve.cli import main
 from serve.packaged import converted
+from tests.published import write_byte_tokenizer, write_model
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -36,33 +30,11 @@ SIZES += ["--max-answer-tokens", 8, "--lengths", "48", "--mask-token", 259, "--a
 SIZES += ["--steps", 1, "--batch", 2, "--anchors", 2, "--held-out", 2]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick_compile():
-    """Leaves out LLVM's own optimisations: the time here goes into compiling."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 @pytest.fixture(scope="module")
 def target(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
-    folder = root / "target"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    family = FAMILIES[family_of(CONFIG)]
-    draw = np.random.default_rng(1)
-    tensors = {}
-    for spec in weight_specs(family.build(family.read_config(CONFIG), 1, jnp.float32)):
-        tensors[family.source_names(spec.name)[0]] = draw.standard_normal(spec.shape).astype(np.float32)
-    save_file(tensors, folder / "model.safetensors")
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Backend(models.BPE(vocab={token: index for index, token in enumerate(alphabet)}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(["<s>", "</s>"])
-    backend.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", "chat_template": TEMPLATE}))
+    folder = write_model(root / "target", CONFIG, scale=1.0)
+    write_byte_tokenizer(folder, {"eos_token": "</s>", "chat_template": TEMPLATE})
     return converted(folder, root)
 
 

@@ -12,8 +12,9 @@ import numpy as np
 
 from jaxspec.config import MAX_STOP_IDS, EngineConfig, SamplingParams, SpeculationConfig
 from jaxspec.drafting import MakeDrafting, dflash_drafting
-from jaxspec.memory import available_bytes, cache_bytes_per_token
+from jaxspec.memory import available_bytes, cache_bytes_per_token, weight_bytes
 from jaxspec.pages import PageAllocator
+from jaxspec.plan import placement_of, plan_models
 from jaxspec.programs import DecodeShape, PrefillShape, Programs, bucket, replicate
 from jaxspec.requests import Completion, Request, RequestOutput
 from jaxspec.round import Caches, RoundResult
@@ -23,7 +24,6 @@ from model.cache import empty_cache
 from model.config import check_drafter
 from model.dflash import DFlashDrafter
 from model.tokenizer import Tokenizer
-from sharding.layout import Placement
 from sharding.mesh import make_mesh
 
 CALLS_IN_FLIGHT = 2
@@ -103,10 +103,20 @@ class Engine:
           ValueError: in one line, for a folder that is not a finished converted checkpoint, or models and settings
             that do not fit together.
         """
-        from model.loading import load_drafter, load_target
+        from model.description import describe_checkpoint
+        from model.loading import load_drafter, load_target, open_checkpoint
 
         config = config or EngineConfig()
         mesh = make_mesh(config.devices)
+        plan = plan_models(
+            describe_checkpoint(open_checkpoint(target), "target"),
+            None if drafter is None else describe_checkpoint(open_checkpoint(drafter), "drafter"),
+            config,
+        )
+        free = available_bytes(mesh)
+        tokens = config.cache_tokens or config.max_context or plan.max_context
+        if free is not None and (refusal := plan.shortfall(int(config.memory_fraction * free), tokens)):
+            raise ValueError(refusal)
         report(f"loading target {target}")
         target_module = load_target(Path(target), mesh, placement=placement_of(config))
         tokenizer = Tokenizer.from_checkpoint(Path(target))
@@ -263,12 +273,20 @@ class Engine:
     def _page_count(self) -> int:
         tokens = self.config.cache_tokens or self.config.slots * self.max_context
         pages = self._pages_for(tokens)
-        needed = pages * self.config.page_size * cache_bytes_per_token(self.target, self.drafter)
+        page_bytes = self.config.page_size * cache_bytes_per_token(self.target, self.drafter)
         free = available_bytes(self.mesh)
-        if free is not None and needed > free:
+        if free is None:
+            return pages
+        modules = [self.target] if self.drafter is None else [self.target, self.drafter]
+        kept_free = (1 - self.config.memory_fraction) * (free + weight_bytes(*modules))
+        room = max(0, int(free - kept_free))
+        if self.config.cache_tokens is None and room // page_bytes >= self._pages_for(self.max_context):
+            return min(pages, room // page_bytes)
+        if pages * page_bytes > room:
             raise ValueError(
-                f"cache_tokens: {tokens} tokens need {needed / 1e9:.2f} GB a device, found {free / 1e9:.2f} GB free; "
-                "lower slots, max_context or cache_tokens"
+                f"cache_tokens: {tokens} tokens need {pages * page_bytes / 1e9:.2f} GB a device, found "
+                f"{room / 1e9:.2f} GB free within memory_fraction {self.config.memory_fraction:g}; lower slots, "
+                "max_context or cache_tokens"
             )
         return pages
 
@@ -496,11 +514,6 @@ class Engine:
         request.slot = None
         self._pages.give_back(request.pages)
         request.pages = []
-
-
-def placement_of(config: EngineConfig) -> Placement:
-    """The settings that concern the target's layout."""
-    return Placement(config.expert_layout, config.page_size if config.shard_cache == "sequence" else 0)
 
 
 def check_tokenizers(target: Tokenizer, drafter: Tokenizer) -> None:

@@ -1,5 +1,6 @@
 """Tiny models of the DeepSeek-V3 family: as transformers makes them, and as ours with the same weights."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 import transformers
 from jax.sharding import NamedSharding
 
-from model import kimi
+from model import int4, kimi
 from model.kimi_config import KimiConfig, read_kimi_config
 from model.parameters import WeightSpec, fill
 from sharding.layout import DEFAULT_PLACEMENT, Placement
@@ -147,6 +148,23 @@ def random_weight(name: str, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     if len(shape) == 1:
         return rng.normal(1, 0.2, shape)
     return rng.normal(0, 1.3 / np.sqrt(shape[-1]), shape)
+
+
+def twin_of(target: kimi.KimiForCausalLM) -> kimi.KimiForCausalLM:
+    """The target with its INT4 experts dequantised: bf16(q · scale), as the format defines them."""
+    config = dataclasses.replace(target.config, quantization=None)
+
+    def of(name: str) -> np.ndarray:
+        layer: Any = target
+        for part in name.split(".")[:-1]:
+            layer = layer[int(part)] if part.isdigit() else getattr(layer, part)
+        if ".mlp.experts." not in name:
+            return np.asarray(getattr(layer, name.rsplit(".", 1)[1])[...])
+        scale = np.asarray(layer.weight_scale[...], np.float32).repeat(32, axis=-1)
+        weights = int4.unpack(np.asarray(layer.weight_packed[...])) * scale
+        return weights.astype(jnp.bfloat16).astype(np.float32)
+
+    return ported(config, of)
 
 
 def tiny_kimi(

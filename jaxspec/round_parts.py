@@ -12,7 +12,7 @@ from jaxspec.acceptance import accept
 from jaxspec.config import MAX_STOP_IDS
 from jaxspec.drafting import Drafting, dflash_drafting, no_drafting
 from jaxspec.engine import Engine
-from jaxspec.programs import DecodeShape, replicate
+from jaxspec.programs import DecodeShape, compiler_options, replicate
 from jaxspec.round import Caches, RoundResult, commit, verify
 from jaxspec.sampling import SamplingLevel, sample
 from jaxspec.state import DecodeState, empty_rows
@@ -153,7 +153,8 @@ class RoundParts:
     ) -> Callable[..., Any]:
         in_specs = jax.tree.map(lambda array: array.sharding.spec, arguments)
         program = jax.shard_map(body, mesh=self._mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-        return jax.jit(program, donate_argnums=donate).lower(*arguments).compile()
+        lowered = jax.jit(program, donate_argnums=donate).lower(*arguments)
+        return lowered.compile(compiler_options=compiler_options(self._mesh))
 
 
 class _Weights:

@@ -13,10 +13,12 @@ import jax
 from flax import nnx
 from jax.sharding import PartitionSpec
 
+from jaxspec.adjustments import AXES, Adjustments, put_row
 from jaxspec.config import SpeculationConfig
 from jaxspec.drafting import Drafting, MakeDrafting, no_drafting
+from jaxspec.log_probs import LogProbRows
 from jaxspec.round import Caches, RoundResult, decode_round, prefill
-from jaxspec.sampling import SamplingLevel
+from jaxspec.sampling import SamplingWork
 from jaxspec.state import DecodeState, put_slots, take_slots
 from model.cache import RowSpec
 from sharding.layout import Layout
@@ -33,13 +35,11 @@ class DecodeShape:
 
     batch: int
     pages: int
-    level: SamplingLevel
+    work: SamplingWork
     speculation: SpeculationConfig
 
     def __str__(self) -> str:
-        return (
-            f"decode {self.batch} slot(s), {self.pages} pages, N={self.speculation.budget}, {self.level.name.lower()}"
-        )
+        return f"decode {self.batch} slot(s), {self.pages} pages, N={self.speculation.budget}, {self.work}"
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,11 @@ class PrefillShape:
     batch: int
     pages: int
     chunk: int
+    log_probs: bool = False
 
     def __str__(self) -> str:
-        return f"prefill {self.batch} slot(s), {self.pages} pages, {self.chunk} tokens"
+        extra = ", log-probs" if self.log_probs else ""
+        return f"prefill {self.batch} slot(s), {self.pages} pages, {self.chunk} tokens{extra}"
 
 
 def bucket(value: int, largest: int, smallest: int = 1) -> int:
@@ -92,28 +94,43 @@ class Programs:
             target=_pool_specs(self.target.cache_rows, self.target.layout),
             drafter=_pool_specs(self.drafter.cache_rows, self.drafter.layout) if self.drafter is not None else (),
         )
+        self._adjustment_specs = Adjustments(**{name: self.target.layout.spec(axes) for name, axes in AXES.items()})
 
-    def decode(self, shape: DecodeShape, *arguments: Any) -> tuple[Caches, DecodeState, RoundResult]:
+    def decode(self, shape: DecodeShape, *arguments: Any) -> tuple[Caches, DecodeState, Adjustments, RoundResult]:
         """Runs `rounds_per_call` rounds; results have a leading axis of rounds.
 
         Args:
-          arguments: caches, state (both donated), slots int32 [batch], page_table int32 [batch, pages],
+          arguments: caches, state, adjustments (all donated), slots int32 [batch], page_table int32 [batch, pages],
             capacity int32 [batch].
         """
-        return self._call(shape, self._decode_body(shape), 2, arguments)
+        return self._call(shape, self._decode_body(shape), 3, arguments)
 
-    def prefill(self, shape: PrefillShape, *arguments: Any) -> Caches:
+    def prefill(self, shape: PrefillShape, *arguments: Any) -> tuple[Caches, LogProbRows]:
         """Processes one chunk of prompt for each row.
 
         Args:
           arguments: caches (donated), tokens int32 [batch, chunk], start int32 [batch], count int32 [batch],
-            page_table int32 [batch, pages].
+            page_table int32 [batch, pages], following int32 [batch, chunk].
         """
-        return self._call(shape, self._prefill_body(), 1, arguments)
+        return self._call(shape, self._prefill_body(shape), 1, arguments)
 
     def admit(self, *arguments: Any) -> DecodeState:
         """Fills slots: state (donated), slots int32 [n], their rows as a `DecodeState`."""
-        return self._call("admit", lambda leaves, state, slots, rows: put_slots(state, slots, rows), 1, arguments)
+        return self._call(
+            "admit", lambda leaves, state, slots, rows: (put_slots(state, slots, rows), ()), 1, arguments
+        )[0]
+
+    def adjust(self, *arguments: Any) -> Adjustments:
+        """Fills one slot: adjustments (donated), slot int32 [1], its row."""
+        return self._call("adjust", lambda leaves, *rest: (put_row(*rest), ()), 1, arguments)[0]
+
+    def place(self, adjustments: Adjustments) -> Adjustments:
+        """Puts the rows of all slots on the mesh, split as the logits are."""
+        return jax.tree.map(
+            lambda column, spec: jax.device_put(column, jax.sharding.NamedSharding(self.mesh, spec)),
+            adjustments,
+            self._adjustment_specs,
+        )
 
     def modules(self, leaves: tuple[jax.Array, ...]) -> list[Any]:
         """The modules again, holding `leaves`."""
@@ -133,29 +150,38 @@ class Programs:
     def _decode_body(self, shape: DecodeShape) -> Callable[..., Any]:
         speculation = shape.speculation
 
-        def body(leaves, caches, state, slots, page_table, capacity):  # type: ignore[no-untyped-def]
+        def body(leaves, caches, state, adjustments, slots, page_table, capacity):  # type: ignore[no-untyped-def]
             modules = self.modules(leaves)
             drafting = self.drafting(modules, speculation)
 
             def one_round(carry, _):  # type: ignore[no-untyped-def]
-                caches, rows = carry
-                caches, rows, result = decode_round(
-                    modules[0], drafting, caches, rows, page_table, capacity, speculation.budget, shape.level
+                caches, rows, adjustments = carry
+                caches, rows, adjustments, result = decode_round(
+                    modules[0],
+                    drafting,
+                    caches,
+                    rows,
+                    adjustments,
+                    slots,
+                    page_table,
+                    capacity,
+                    speculation.budget,
+                    shape.work,
                 )
-                return (caches, rows), result
+                return (caches, rows, adjustments), result
 
-            carry = (caches, take_slots(state, slots))
+            carry = (caches, take_slots(state, slots), adjustments)
             # A trip count of one is unrolled by the compiler; a longer loop keeps the caches in place.
-            (caches, rows), results = jax.lax.scan(one_round, carry, length=speculation.rounds_per_call)
-            return caches, put_slots(state, slots, rows), results
+            (caches, rows, adjustments), results = jax.lax.scan(one_round, carry, length=speculation.rounds_per_call)
+            return caches, put_slots(state, slots, rows), adjustments, results
 
         return body
 
-    def _prefill_body(self) -> Callable[..., Any]:
-        def body(leaves, caches, tokens, start, count, page_table):  # type: ignore[no-untyped-def]
+    def _prefill_body(self, shape: PrefillShape) -> Callable[..., Any]:
+        def body(leaves, caches, tokens, start, count, page_table, following):  # type: ignore[no-untyped-def]
             modules = self.modules(leaves)
             drafting = self.drafting(modules, SpeculationConfig())
-            return prefill(modules[0], drafting, caches, tokens, start, count, page_table)
+            return prefill(modules[0], drafting, caches, tokens, start, count, page_table, following, shape.log_probs)
 
         return body
 
@@ -166,10 +192,11 @@ class Programs:
 
     def _compile(self, key: Any, body: Callable[..., Any], donated: int, arguments: tuple[Any, ...]) -> Any:
         began = time.perf_counter()
-        specs = tuple(self._cache_specs if isinstance(a, Caches) else REPLICATED for a in arguments)
+        split = {Caches: self._cache_specs, Adjustments: self._adjustment_specs}
+        specs = tuple(split.get(type(argument), REPLICATED) for argument in arguments)
         in_specs = (self._leaf_specs, *specs)
-        # Every program returns what was donated to it; a decode program returns its results as well.
-        out_specs = specs[0] if donated == 1 else (*specs[:2], REPLICATED)
+        # Every program returns what was donated to it, and then its results.
+        out_specs = (*specs[:donated], REPLICATED)
         # Replicated outputs are equal on all devices by construction; the checker cannot see that of gathered ones.
         program = jax.shard_map(body, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
         jitted = jax.jit(program, donate_argnums=tuple(range(1, 1 + donated)))

@@ -12,10 +12,11 @@ from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxspec.adjustments import no_adjustments
 from jaxspec.config import SpeculationConfig
 from jaxspec.programs import DecodeShape, PrefillShape, Programs, bucket, replicate
 from jaxspec.round import Caches
-from jaxspec.sampling import SamplingLevel
+from jaxspec.sampling import SamplingLevel, SamplingWork
 from jaxspec.state import emitted_tokens, empty_rows, put_slots, take_slots
 from model.batch import ForwardBatch
 from model.cache import empty_cache
@@ -58,6 +59,7 @@ class Bench:
 
         self.caches = Caches(noise(target), noise(guided))
         self.state = replicate(empty_rows(SLOTS, 8), mesh)
+        self.adjustments = self.programs.place(no_adjustments(SLOTS, target.config.vocab_size))
         self.table = rng.permutation(PAGES)[: SLOTS * WIDTH].reshape(SLOTS, WIDTH).astype(np.int32)
         self.results: list[Any] = []
 
@@ -70,9 +72,8 @@ class Bench:
             tokens = np.full((SLOTS, chunk), 5, np.int32)
             for row, prompt in enumerate(PROMPTS):
                 tokens[row, : count[row]] = prompt[done[row] : done[row] + count[row]]
-            self.caches = self.programs.prefill(
-                PrefillShape(SLOTS, WIDTH, chunk), self.caches, tokens, done, count, self.table
-            )
+            shape, following = PrefillShape(SLOTS, WIDTH, chunk), np.zeros_like(tokens)
+            self.caches, _ = self.programs.prefill(shape, self.caches, tokens, done, count, self.table, following)
             done = done + count
         rows = empty_rows(SLOTS, 8)
         rows.anchor[:3] = [prompt[-1] for prompt in PROMPTS]
@@ -84,9 +85,10 @@ class Bench:
         self.state = self.programs.admit(self.state, np.arange(SLOTS, dtype=np.int32), rows)
 
     def decode(self, speculation: SpeculationConfig, capacity: Sequence[int]) -> Any:
-        shape = DecodeShape(SLOTS, WIDTH, SamplingLevel.TEMPERATURE, speculation)
-        self.caches, self.state, result = self.programs.decode(
-            shape, self.caches, self.state, np.arange(SLOTS, dtype=np.int32), self.table, np.array(capacity, np.int32)
+        shape = DecodeShape(SLOTS, WIDTH, SamplingWork(SamplingLevel.TEMPERATURE), speculation)
+        slots = np.arange(SLOTS, dtype=np.int32)
+        self.caches, self.state, self.adjustments, result = self.programs.decode(
+            shape, self.caches, self.state, self.adjustments, slots, self.table, np.array(capacity, np.int32)
         )
         self.results.append(jax.tree.map(np.asarray, result))
         assert_copies_agree((self.caches, self.state, result))

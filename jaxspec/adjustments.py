@@ -98,6 +98,26 @@ def adjust(logits: jax.Array, tree: DraftTree, state: DecodeState, adjustments: 
     return logits - frequency * counts - presence * (counts > 0)
 
 
+def everything_allowed(batch: int, rows: int) -> jax.Array:
+    """The masks of a batch without grammars: no words."""
+    return jnp.zeros((batch, rows, 0), jnp.uint32)
+
+
+def forbid(scores: jax.Array, allowed: jax.Array, split: bool) -> jax.Array:
+    """Leaves out the tokens that a grammar forbids.
+
+    Args:
+      scores: float32 [batch, rows, vocab / devices].
+      allowed: uint32 [batch, rows, words], a bit for each token of the whole vocabulary, or no words.
+    """
+    if not allowed.shape[-1]:
+        return scores
+    local = scores.shape[-1]
+    tokens = device_index(split) * local + jnp.arange(local)
+    bits = jnp.take(allowed, tokens // 32, axis=-1) >> (tokens % 32).astype(jnp.uint32)
+    return jnp.where(bits & 1, scores, -jnp.inf)
+
+
 def take_rows(adjustments: Adjustments, slots: jax.Array) -> Adjustments:
     """The rows of `slots`, int32 [batch]; what a slot past the last gives is not used."""
     return jax.tree.map(lambda column: column.at[slots].get(mode="clip"), adjustments)

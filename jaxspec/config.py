@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
 
+from jaxspec.grammar import Grammar
+
 MAX_BUDGET = 1024
 MAX_SLOTS = 256
 MAX_STOP_IDS = 16
@@ -116,6 +118,7 @@ class SamplingParams:
       log_probs: the answer's tokens come with their log-probabilities under the target, and with this many of the most
         probable tokens beside each; None leaves them out.
       prompt_log_probs: likewise for the prompt's tokens, the first excepted.
+      grammar: what the answer must look like; drafts are cut at the first token that it forbids.
       stop_token_ids: end the answer, beside the model's own end ids; the stopping token is part of the answer.
       ignore_eos: do not stop at the model's own end ids.
     """
@@ -134,6 +137,7 @@ class SamplingParams:
     min_tokens: int = 0
     log_probs: int | None = None
     prompt_log_probs: int | None = None
+    grammar: Grammar | None = None
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
 
@@ -152,6 +156,10 @@ class SamplingParams:
             if getattr(self, name) is not None:
                 _check(self, name, 0, MAX_TOP_LOG_PROBS)
         self._check_bias()
+        if self.grammar is not None and self.ignore_eos:
+            raise ValueError(
+                "SamplingParams.ignore_eos: found True, expected False beside a grammar, which ends with it"
+            )
         if self.seed is not None:
             _check(self, "seed", 0, 2**32 - 1)
         if not isinstance(self.stop_token_ids, tuple) or not all(isinstance(i, Integral) for i in self.stop_token_ids):

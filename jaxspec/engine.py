@@ -1,6 +1,7 @@
 """The engine: requests in, tokens out, many at once, driven by compiled programs that are dispatched ahead."""
 
 import collections
+import functools
 import operator
 import secrets
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ import numpy as np
 from jaxspec.adjustments import no_adjustments
 from jaxspec.config import MAX_STOP_IDS, EngineConfig, SamplingParams, SpeculationConfig
 from jaxspec.drafting import MakeDrafting, dflash_drafting
+from jaxspec.grammar import GrammarCompiler
 from jaxspec.log_probs import TokenLogProb, host_log_probs
 from jaxspec.memory import available_bytes, cache_bytes_per_token
 from jaxspec.pages import PageAllocator
@@ -213,8 +215,10 @@ class Engine:
         outputs = self._drop_aborted()
         self._assign_slots()
         self._dispatch_prefill()
-        dispatched = len(self._in_flight) < CALLS_IN_FLIGHT and self._dispatch_decode(outputs)
-        if self._in_flight and (len(self._in_flight) == CALLS_IN_FLIGHT or not dispatched):
+        # A grammar must have seen every token before it can say what may come next.
+        most = 1 if any(r.matcher is not None for r in self._running.values()) else CALLS_IN_FLIGHT
+        dispatched = len(self._in_flight) < most and self._dispatch_decode(outputs)
+        if self._in_flight and (len(self._in_flight) >= most or not dispatched):
             self._collect(outputs)
         if self._waiting and not (self._running or outputs):
             raise RuntimeError(
@@ -271,6 +275,12 @@ class Engine:
                 "lower slots, max_context or cache_tokens"
             )
         return pages
+
+    @functools.cached_property
+    def _grammars(self) -> GrammarCompiler:
+        if self.tokenizer is None:
+            raise ValueError("grammar: the engine has no tokenizer, expected the target's")
+        return GrammarCompiler(self.tokenizer, self.target.config.vocab_size, self.eos_token_ids)
 
     def _empty_caches(self) -> Caches:
         def pools(module: Any) -> Any:
@@ -331,6 +341,8 @@ class Engine:
             raise ValueError(f"prompt: needs {needed} cache pages with its answer, expected at most {self.page_count}")
         seed = secrets.randbits(32) if sampling.seed is None else sampling.seed
         request = Request(self._next_id, prompt, sampling, limit, seed, stop_ids)
+        if sampling.grammar is not None:
+            request.matcher = self._grammars.matcher(sampling.grammar)
         self._next_id += 1
         return request
 
@@ -454,21 +466,37 @@ class Engine:
         capacity = np.zeros(batch, np.int32)
         capacity[: len(requests)] = [len(r.pages) * self.config.page_size for r in requests]
         shape = DecodeShape(batch, width, work_of(r.sampling for r in requests), self.speculation)
-        self._caches, self._state, self._adjustments, result = self._programs.decode(
-            shape,
-            self._caches,
-            self._state,
-            self._adjustments,
-            slots,
-            self._page_table(requests, batch, width),
-            capacity,
-        )
+        table = self._page_table(requests, batch, width)
+        if any(r.matcher is not None for r in requests):
+            rounds = 1
+            result = self._guided_round(shape, requests, slots, table, capacity)
+        else:
+            self._caches, self._state, self._adjustments, result = self._programs.decode(
+                shape, self._caches, self._state, self._adjustments, slots, table, capacity
+            )
         for array in jax.tree.leaves(result):
             array.copy_to_host_async()
         for request in requests:
             request.in_flight += rounds
         self._in_flight.append((result, requests))
         return True
+
+    def _guided_round(
+        self, shape: DecodeShape, requests: list[Request], slots: np.ndarray, table: np.ndarray, capacity: np.ndarray
+    ) -> RoundResult:
+        """One round in three programs; the host makes the grammars' masks while the target's pass runs."""
+        tree = self._programs.draft(shape, self._caches, self._state, slots, table)
+        output = self._programs.verify(shape, self._caches, self._state, slots, table, tree)
+        tokens, parents, valid = (np.asarray(x) for x in (tree.tokens, tree.parents, tree.valid))
+        words = -(-self.target.config.vocab_size // 32)
+        allowed = np.full((*tokens.shape, words), 2**32 - 1, np.uint32)
+        for row, request in enumerate(requests):
+            if request.matcher is not None:
+                allowed[row] = request.matcher.allowed(tokens[row], parents[row], valid[row])
+        self._caches, self._state, self._adjustments, result = self._programs.settle(
+            shape, self._caches, self._state, self._adjustments, slots, table, capacity, tree, output, allowed
+        )
+        return result
 
     def _decoding(self) -> list[Request]:
         return [r for r in self._running.values() if r.to_prefill <= 0 and not r.certain_to_finish]
@@ -512,6 +540,8 @@ class Engine:
                     log_probs += host_log_probs(rows, row, chosen, request.sampling.log_probs)
                 request.statistics.record(count, int(accepted[index, row]), int(drafted[index, row]), depth)
             request.generated += new
+            if request.matcher is not None:
+                request.matcher.advance(new)
             request.prefilled += len(new)
             if finished[-1, row]:
                 request.finish_reason = "stop" if request.generated[-1] in request.stop_ids else "length"

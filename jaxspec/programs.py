@@ -17,9 +17,11 @@ from jaxspec.adjustments import AXES, Adjustments, put_row
 from jaxspec.config import SpeculationConfig
 from jaxspec.drafting import Drafting, MakeDrafting, no_drafting
 from jaxspec.log_probs import LogProbRows
-from jaxspec.round import Caches, RoundResult, decode_round, prefill
+from jaxspec.round import Caches, RoundResult, decode_round, draft_tree, prefill, settle, verify
 from jaxspec.sampling import SamplingWork
 from jaxspec.state import DecodeState, put_slots, take_slots
+from jaxspec.tree import DraftTree
+from model.batch import ForwardOutput
 from model.cache import RowSpec
 from sharding.layout import Layout
 
@@ -94,6 +96,8 @@ class Programs:
             target=_pool_specs(self.target.cache_rows, self.target.layout),
             drafter=_pool_specs(self.drafter.cache_rows, self.drafter.layout) if self.drafter is not None else (),
         )
+        # New rows are split as the pools are that they go to.
+        self._row_specs = self._cache_specs.target
         self._adjustment_specs = Adjustments(**{name: self.target.layout.spec(axes) for name, axes in AXES.items()})
 
     def decode(self, shape: DecodeShape, *arguments: Any) -> tuple[Caches, DecodeState, Adjustments, RoundResult]:
@@ -104,6 +108,31 @@ class Programs:
             capacity int32 [batch].
         """
         return self._call(shape, self._decode_body(shape), 3, arguments)
+
+    def draft(self, shape: DecodeShape, *arguments: Any) -> DraftTree:
+        """The first part of a round that waits for the host's masks.
+
+        Args:
+          arguments: caches, state, slots int32 [batch], page_table int32 [batch, pages]; none is donated.
+        """
+        return self._call(("draft", shape), self._draft_body(shape), 0, arguments)[0]
+
+    def verify(self, shape: DecodeShape, *arguments: Any) -> ForwardOutput:
+        """The second part: the target's pass.
+
+        Args:
+          arguments: those of `draft`, and the tree.
+        """
+        results = ForwardOutput(REPLICATED, REPLICATED, self._row_specs)  # type: ignore[arg-type]
+        return self._call(("verify", shape), self._verify_body(shape), 0, arguments, results)[0]
+
+    def settle(self, shape: DecodeShape, *arguments: Any) -> tuple[Caches, DecodeState, Adjustments, RoundResult]:
+        """The last part.
+
+        Args:
+          arguments: those of `decode`, the tree, the target's output, and masks uint32 [batch, rows, words].
+        """
+        return self._call(("settle", shape), self._settle_body(shape), 3, arguments)
 
     def prefill(self, shape: PrefillShape, *arguments: Any) -> tuple[Caches, LogProbRows]:
         """Processes one chunk of prompt for each row.
@@ -177,6 +206,46 @@ class Programs:
 
         return body
 
+    def _draft_body(self, shape: DecodeShape) -> Callable[..., Any]:
+        def body(leaves, caches, state, slots, page_table):  # type: ignore[no-untyped-def]
+            drafting = self.drafting(self.modules(leaves), shape.speculation)
+            return (draft_tree(drafting, caches, take_slots(state, slots), page_table, shape.speculation.budget),)
+
+        return body
+
+    def _verify_body(self, shape: DecodeShape) -> Callable[..., Any]:
+        def body(leaves, caches, state, slots, page_table, tree):  # type: ignore[no-untyped-def]
+            modules = self.modules(leaves)
+            drafting = self.drafting(modules, shape.speculation)
+            return (verify(modules[0], drafting, caches, take_slots(state, slots), page_table, tree),)
+
+        return body
+
+    def _settle_body(self, shape: DecodeShape) -> Callable[..., Any]:
+        def body(leaves, caches, state, adjustments, slots, page_table, capacity, tree, output, allowed):  # type: ignore[no-untyped-def]
+            modules = self.modules(leaves)
+            drafting = self.drafting(modules, shape.speculation)
+            depth = drafting.depth if shape.speculation.budget else 0
+            caches, rows, adjustments, result = settle(
+                modules[0],
+                drafting,
+                caches,
+                take_slots(state, slots),
+                adjustments,
+                slots,
+                page_table,
+                capacity,
+                tree,
+                output,
+                allowed,
+                depth,
+                shape.work,
+            )
+            results = jax.tree.map(lambda array: array[None], result)  # one round
+            return caches, put_slots(state, slots, rows), adjustments, results
+
+        return body
+
     def _prefill_body(self, shape: PrefillShape) -> Callable[..., Any]:
         def body(leaves, caches, tokens, start, count, page_table, following):  # type: ignore[no-untyped-def]
             modules = self.modules(leaves)
@@ -185,18 +254,26 @@ class Programs:
 
         return body
 
-    def _call(self, key: Any, body: Callable[..., Any], donated: int, arguments: tuple[Any, ...]) -> Any:
+    def _call(
+        self, key: Any, body: Callable[..., Any], donated: int, arguments: tuple[Any, ...], results: Any = REPLICATED
+    ) -> Any:
         if key not in self.compiled:
-            self.compiled[key] = self._compile(key, body, donated, arguments)
+            self.compiled[key] = self._compile(key, body, donated, arguments, results)
         return self.compiled[key](self.leaves, *arguments)
 
-    def _compile(self, key: Any, body: Callable[..., Any], donated: int, arguments: tuple[Any, ...]) -> Any:
+    def _compile(
+        self, key: Any, body: Callable[..., Any], donated: int, arguments: tuple[Any, ...], results: Any
+    ) -> Any:
         began = time.perf_counter()
-        split = {Caches: self._cache_specs, Adjustments: self._adjustment_specs}
+        split = {
+            Caches: self._cache_specs,
+            Adjustments: self._adjustment_specs,
+            ForwardOutput: ForwardOutput(REPLICATED, REPLICATED, self._row_specs),  # type: ignore[arg-type]
+        }
         specs = tuple(split.get(type(argument), REPLICATED) for argument in arguments)
         in_specs = (self._leaf_specs, *specs)
         # Every program returns what was donated to it, and then its results.
-        out_specs = (*specs[:donated], REPLICATED)
+        out_specs = (*specs[:donated], results)
         # Replicated outputs are equal on all devices by construction; the checker cannot see that of gathered ones.
         program = jax.shard_map(body, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
         jitted = jax.jit(program, donate_argnums=tuple(range(1, 1 + donated)))

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from jaxspec.config import SamplingParams
+from jaxspec.grammar import GrammarMatcher
 from jaxspec.log_probs import LogProbRows, TokenLogProb, host_log_probs
 
 
@@ -107,6 +108,7 @@ class Request:
       pages: cache pages held.
       prefilled: tokens of `sequence` whose processing has been dispatched.
       in_flight: rounds dispatched and not read back.
+      matcher: the state of the request's grammar after `generated`.
       prompt_rows: prompt log-probabilities on their way from the device: (rows, row, tokens); emptied
         with the first output.
     """
@@ -122,6 +124,7 @@ class Request:
     pages: list[int] = field(default_factory=list)
     prefilled: int = 0
     in_flight: int = 0
+    matcher: GrammarMatcher | None = None
     prompt_rows: list[tuple[LogProbRows, int, list[int]]] = field(default_factory=list)
     finish_reason: str | None = None
     statistics: RequestStatistics = field(default_factory=RequestStatistics)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.acceptance import Accepted, accept
-from jaxspec.adjustments import Adjustments, adjust, count_tokens, take_rows
+from jaxspec.adjustments import Adjustments, adjust, count_tokens, everything_allowed, forbid, take_rows
 from jaxspec.drafting import Drafting
 from jaxspec.log_probs import LogProbRows, log_prob_rows, no_log_probs
 from jaxspec.sampling import SamplingWork, sample
@@ -77,7 +77,34 @@ def decode_round(
     depth = drafting.depth if budget else 0
     tree = draft_tree(drafting, caches, state, page_table, budget)
     output = verify(target, drafting, caches, state, page_table, tree)
-    accepted, log_probs = judge(target, output, tree, state, adjustments, slots, depth, work)
+    allowed = everything_allowed(*tree.tokens.shape)
+    return settle(
+        target, drafting, caches, state, adjustments, slots, page_table, capacity, tree, output, allowed, depth, work
+    )
+
+
+def settle(
+    target: LlamaForCausalLM,
+    drafting: Drafting,
+    caches: Caches,
+    state: DecodeState,
+    adjustments: Adjustments,
+    slots: jax.Array,
+    page_table: jax.Array,
+    capacity: jax.Array,
+    tree: DraftTree,
+    output: ForwardOutput,
+    allowed: jax.Array,
+    depth: int,
+    work: SamplingWork,
+) -> tuple[Caches, DecodeState, Adjustments, RoundResult]:
+    """The second half of a round: accept and commit what the target's pass over the tree brought.
+
+    Args:
+      allowed: uint32 [batch, rows, words], bit t % 32 of word t // 32 says whether token t may follow a row; of no
+        words where everything may.
+    """
+    accepted, log_probs = judge(target, output, tree, state, adjustments, slots, allowed, depth, work)
     caches, state, result = commit(drafting, caches, state, page_table, capacity, tree, output, accepted, log_probs)
     if work.adjusted:
         adjustments = count_tokens(adjustments, slots, result.tokens, result.count, target.vocab_split)
@@ -117,12 +144,14 @@ def judge(
     state: DecodeState,
     adjustments: Adjustments,
     slots: jax.Array,
+    allowed: jax.Array,
     depth: int,
     work: SamplingWork,
 ) -> tuple[Accepted, LogProbRows]:
     """The target chooses a token at every row; the path that agrees with it is accepted."""
     logits, split = target.logits(output.hidden), target.vocab_split
     scores = adjust(logits, tree, state, take_rows(adjustments, slots), split) if work.adjusted else logits
+    scores = forbid(scores, allowed, split)
     accepted = accept(tree, sample(scores, tree.depths, state, depth, work.level, split), depth)
     if not work.log_probs:
         return accepted, no_log_probs(logits.shape[0])

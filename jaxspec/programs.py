@@ -22,7 +22,7 @@ from jaxspec.sampling import SamplingWork
 from jaxspec.state import DecodeState, put_slots, take_slots
 from jaxspec.tree import DraftTree
 from model.batch import ForwardOutput
-from model.cache import RowSpec
+from model.cache import RowSpec, pool_spec
 from sharding.layout import Layout
 
 REPLICATED = PartitionSpec()
@@ -96,8 +96,13 @@ class Programs:
             target=_pool_specs(self.target.cache_rows, self.target.layout),
             drafter=_pool_specs(self.drafter.cache_rows, self.drafter.layout) if self.drafter is not None else (),
         )
-        # New rows are split as the pools are that they go to.
-        self._row_specs = self._cache_specs.target
+        # New rows are split as the pools are that they go to, but for pages whose rows are split.
+        layout = self.target.layout
+        self._row_specs = jax.tree.map(
+            lambda row: layout.spec((None, None, *row.axes)),
+            self.target.cache_rows,
+            is_leaf=lambda node: isinstance(node, RowSpec),
+        )
         self._adjustment_specs = Adjustments(**{name: self.target.layout.spec(axes) for name, axes in AXES.items()})
 
     def decode(self, shape: DecodeShape, *arguments: Any) -> tuple[Caches, DecodeState, Adjustments, RoundResult]:
@@ -283,7 +288,7 @@ class Programs:
 
 
 def _pool_specs(rows: tuple[tuple[RowSpec, ...], ...], layout: Layout) -> Any:
-    return tuple(tuple(layout.spec((None, None, *row.axes)) for row in layer) for layer in rows)
+    return tuple(tuple(pool_spec(row, layout) for row in layer) for layer in rows)
 
 
 def compiler_options(mesh: jax.sharding.Mesh) -> dict[str, str | bool]:

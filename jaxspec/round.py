@@ -18,7 +18,7 @@ from jaxspec.state import DecodeState, emitted_tokens
 from jaxspec.tree import DraftTree, grow_tree, root_only
 from model.batch import ForwardBatch, ForwardOutput
 from model.cache import PagedCache, write_rows
-from model.llama import LlamaForCausalLM
+from model.target import Target
 
 
 @jax.tree_util.register_dataclass
@@ -53,7 +53,7 @@ class RoundResult:
 
 
 def decode_round(
-    target: LlamaForCausalLM,
+    target: Target,
     drafting: Drafting,
     caches: Caches,
     state: DecodeState,
@@ -84,7 +84,7 @@ def decode_round(
 
 
 def settle(
-    target: LlamaForCausalLM,
+    target: Target,
     drafting: Drafting,
     caches: Caches,
     state: DecodeState,
@@ -105,7 +105,9 @@ def settle(
         words where everything may.
     """
     accepted, log_probs = judge(target, output, tree, state, adjustments, slots, allowed, depth, work)
-    caches, state, result = commit(drafting, caches, state, page_table, capacity, tree, output, accepted, log_probs)
+    caches, state, result = commit(
+        target, drafting, caches, state, page_table, capacity, tree, output, accepted, log_probs
+    )
     if work.adjusted:
         adjustments = count_tokens(adjustments, slots, result.tokens, result.count, target.vocab_split)
     return caches, state, adjustments, result
@@ -119,7 +121,7 @@ def draft_tree(drafting: Drafting, caches: Caches, state: DecodeState, page_tabl
 
 
 def verify(
-    target: LlamaForCausalLM,
+    target: Target,
     drafting: Drafting,
     caches: Caches,
     state: DecodeState,
@@ -138,7 +140,7 @@ def verify(
 
 
 def judge(
-    target: LlamaForCausalLM,
+    target: Target,
     output: ForwardOutput,
     tree: DraftTree,
     state: DecodeState,
@@ -159,6 +161,7 @@ def judge(
 
 
 def commit(
+    target: Target,
     drafting: Drafting,
     caches: Caches,
     state: DecodeState,
@@ -178,7 +181,7 @@ def commit(
     keep = places < count[:, None]
     rows = jax.tree.map(lambda array: rows_on_path(array, accepted), output.rows)
     caches = Caches(
-        target=write_rows(caches.target, rows, page_table, positions, keep),
+        target=write_rows(caches.target, rows, page_table, positions, keep, target.layout.shares("page_rows")),
         drafter=write_rows(
             caches.drafter,
             drafting.context_rows(rows_on_path(output.tapped, accepted), positions),
@@ -213,7 +216,7 @@ def rows_on_path(array: jax.Array, accepted: Accepted) -> jax.Array:
 
 
 def prefill(
-    target: LlamaForCausalLM,
+    target: Target,
     drafting: Drafting,
     caches: Caches,
     tokens: jax.Array,
@@ -238,7 +241,7 @@ def prefill(
     output = target(ForwardBatch(tokens, positions, page_table, start, causal), caches.target, drafting.taps)
     keep = jnp.arange(chunk) < count[:, None]
     caches = Caches(
-        target=write_rows(caches.target, output.rows, page_table, positions, keep),
+        target=write_rows(caches.target, output.rows, page_table, positions, keep, target.layout.shares("page_rows")),
         drafter=write_rows(
             caches.drafter, drafting.context_rows(output.tapped, positions), page_table, positions, keep
         ),

@@ -134,7 +134,9 @@ class RoundParts:
         def body(leaves, caches, state, table, capacity, tree, output, predicted):  # type: ignore[no-untyped-def]
             drafting = self._drafting(weights.module(leaves), None)
             accepted, log_probs = accept(tree, predicted, depth), no_log_probs(len(predicted))
-            return commit(drafting, caches, state, table, capacity, tree, output, accepted, log_probs)
+            return commit(
+                self._engine.target, drafting, caches, state, table, capacity, tree, output, accepted, log_probs
+            )
 
         fixed = (self._table, self._capacity, tree, output, predicted)
         arguments = (weights.leaves, self._caches, self._state, *fixed)

@@ -4,19 +4,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from model.batch import LayerRows
 from model.layers import Linear, RMSNorm, product
+from model.rope import RopeConfig
 from sharding.collectives import device_index, sum_over_devices
 from sharding.layout import Layout
 
 
-def rotary_tables(positions: jax.Array, inverse_frequencies: np.ndarray) -> tuple[jax.Array, jax.Array]:
+def rotary_tables(positions: jax.Array, rope: RopeConfig, head_dim: int) -> tuple[jax.Array, jax.Array]:
     """cos and sin of each position's angles; int32 [batch, rows] → two float32 [batch, rows, 1, head_dim / 2]."""
-    angles = positions[..., None, None].astype(jnp.float32) * jnp.asarray(inverse_frequencies)
-    return jnp.cos(angles), jnp.sin(angles)
+    angles = positions[..., None, None].astype(jnp.float32) * jnp.asarray(rope.inverse_frequencies(head_dim))
+    return jnp.cos(angles) * rope.amplitude, jnp.sin(angles) * rope.amplitude
 
 
 def rotate(x: jax.Array, tables: tuple[jax.Array, jax.Array]) -> jax.Array:

@@ -129,7 +129,7 @@ class DFlashDrafter(nnx.Module):
         return cap * jnp.tanh(logits / cap) if cap > 0 else logits
 
     def _tables(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return rotary_tables(positions, self.config.rope.inverse_frequencies(self.config.head_dim))
+        return rotary_tables(positions, self.config.rope, self.config.head_dim)
 
 
 def layout_of(config: DFlashConfig, devices: int) -> Layout:

@@ -82,7 +82,7 @@ class LlamaForCausalLM(nnx.Module):
         """Runs every row of `batch`; `taps` are the 0-based layers whose outputs are returned."""
         batch.check()
         x = self.embed_tokens(batch.tokens)
-        tables = rotary_tables(batch.positions, self.config.rope.inverse_frequencies(self.config.head_dim))
+        tables = rotary_tables(batch.positions, self.config.rope, self.config.head_dim)
         context = batch.page_table.shape[1] * cache[0][0].shape[1]
         context_mask = jnp.arange(context) < batch.context_length[:, None, None]  # [batch, 1, context]
         rows, outputs = [], []

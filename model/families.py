@@ -25,7 +25,9 @@ class Family:
       read_config: a `config.json` → the family's config; refuses what is not supported.
       module: the module class, called with (config, layout, dtype).
       layout_of: (config, devices) → what the mesh may split.
-      source_names: our name of a weight → the names that published checkpoints give it.
+      source_names: our name of a weight → the names that published checkpoints give it; "{}" in a name stands for the
+        number of an expert, of which ours stacks all.
+      left_out: (config, published name) → why a tensor is not a weight of the model; None if nothing says so.
     """
 
     kind: Kind
@@ -33,6 +35,7 @@ class Family:
     module: Callable[[Any, Layout, Any], nnx.Module]
     layout_of: Callable[[Any, int], Layout]
     source_names: Callable[[str], tuple[str, ...]]
+    left_out: Callable[[Any, str], str | None] = lambda config, name: None
 
     def build(self, config: Any, devices: int, dtype: Any) -> Callable[[], nnx.Module]:
         """What makes the module, for `weight_specs` and `fill`."""

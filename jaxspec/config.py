@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, Literal
 
 MAX_BUDGET = 1024
 MAX_SLOTS = 256
@@ -56,6 +56,9 @@ class EngineConfig:
       max_context: tokens (prompt and answer) a request may reach; None takes the target's own limit.
       cache_tokens: tokens the paged cache holds over all requests; None holds `slots` requests of `max_context`.
       prefill_chunk: the most prompt tokens of one request that one call processes.
+      expert_layout: "tensor" splits each of a target's experts over the devices, "expert" gives a device whole ones.
+      shard_cache: "sequence" spreads the rows of each of the target's pages over the devices; None leaves the cache
+        as the family has it.
     """
 
     devices: int = 1
@@ -65,6 +68,8 @@ class EngineConfig:
     max_context: int | None = None
     cache_tokens: int | None = None
     prefill_chunk: int = 512
+    expert_layout: Literal["tensor", "expert"] = "tensor"
+    shard_cache: Literal["sequence"] | None = None
 
     def __post_init__(self) -> None:
         _check(self, "devices", 1, 1024)
@@ -84,6 +89,9 @@ class EngineConfig:
             _check(self, "max_context", 2, math.inf)
         if self.cache_tokens is not None:
             _check(self, "cache_tokens", 2, math.inf)
+        for field, choices in (("expert_layout", ("tensor", "expert")), ("shard_cache", ("sequence", None))):
+            if (value := getattr(self, field)) not in choices:
+                raise ValueError(f"EngineConfig.{field}: found {value!r}, expected {' or '.join(map(repr, choices))}")
 
     @property
     def batch_sizes(self) -> tuple[int, ...]:

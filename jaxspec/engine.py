@@ -23,6 +23,7 @@ from model.cache import empty_cache
 from model.config import check_drafter
 from model.dflash import DFlashDrafter
 from model.tokenizer import Tokenizer
+from sharding.layout import Placement
 from sharding.mesh import make_mesh
 
 CALLS_IN_FLIGHT = 2
@@ -107,7 +108,7 @@ class Engine:
         config = config or EngineConfig()
         mesh = make_mesh(config.devices)
         report(f"loading target {target}")
-        target_module = load_target(Path(target), mesh)
+        target_module = load_target(Path(target), mesh, placement=placement_of(config))
         tokenizer = Tokenizer.from_checkpoint(Path(target))
         drafter_module = None
         if drafter is not None:
@@ -495,6 +496,11 @@ class Engine:
         request.slot = None
         self._pages.give_back(request.pages)
         request.pages = []
+
+
+def placement_of(config: EngineConfig) -> Placement:
+    """The settings that concern the target's layout."""
+    return Placement(config.expert_layout, config.page_size if config.shard_cache == "sequence" else 0)
 
 
 def check_tokenizers(target: Tokenizer, drafter: Tokenizer) -> None:

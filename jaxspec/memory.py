@@ -16,9 +16,9 @@ def cache_bytes_per_token(target: Any, drafter: Any) -> int:
             continue
         for layer in module.cache_rows:
             for row in layer:
-                split = any(axis and module.layout.splits(axis) for axis in row.axes)
+                shares = [module.layout.shares(axis) for axis in ("page_rows", *row.axes) if axis]
                 itemsize = jnp.dtype(target.embed_tokens.weight.dtype).itemsize
-                total += int(np.prod(row.shape)) * itemsize // (module.layout.devices if split else 1)
+                total += int(np.prod(row.shape)) * itemsize // max(shares)
     return total
 
 

@@ -18,7 +18,7 @@ from jaxspec.drafting import Drafting, MakeDrafting, no_drafting
 from jaxspec.round import Caches, RoundResult, decode_round, prefill
 from jaxspec.sampling import SamplingLevel
 from jaxspec.state import DecodeState, put_slots, take_slots
-from model.cache import RowSpec
+from model.cache import RowSpec, pool_spec
 from sharding.layout import Layout
 
 REPLICATED = PartitionSpec()
@@ -176,7 +176,7 @@ class Programs:
 
 
 def _pool_specs(rows: tuple[tuple[RowSpec, ...], ...], layout: Layout) -> Any:
-    return tuple(tuple(layout.spec((None, None, *row.axes)) for row in layer) for layer in rows)
+    return tuple(tuple(pool_spec(row, layout) for row in layer) for layer in rows)
 
 
 def replicate(tree: Any, mesh: jax.sharding.Mesh) -> Any:

@@ -16,7 +16,7 @@ from jaxspec.state import DecodeState, emitted_tokens
 from jaxspec.tree import DraftTree, grow_tree, root_only
 from model.batch import ForwardBatch, ForwardOutput
 from model.cache import PagedCache, write_rows
-from model.llama import LlamaForCausalLM
+from model.target import Target
 
 
 @jax.tree_util.register_dataclass
@@ -49,7 +49,7 @@ class RoundResult:
 
 
 def decode_round(
-    target: LlamaForCausalLM,
+    target: Target,
     drafting: Drafting,
     caches: Caches,
     state: DecodeState,
@@ -70,7 +70,7 @@ def decode_round(
     tree = draft_tree(drafting, caches, state, page_table, budget)
     output = verify(target, drafting, caches, state, page_table, tree)
     accepted = judge(target, output, tree, state, depth, level)
-    return commit(drafting, caches, state, page_table, capacity, tree, output, accepted)
+    return commit(target, drafting, caches, state, page_table, capacity, tree, output, accepted)
 
 
 def draft_tree(drafting: Drafting, caches: Caches, state: DecodeState, page_table: jax.Array, budget: int) -> DraftTree:
@@ -81,7 +81,7 @@ def draft_tree(drafting: Drafting, caches: Caches, state: DecodeState, page_tabl
 
 
 def verify(
-    target: LlamaForCausalLM,
+    target: Target,
     drafting: Drafting,
     caches: Caches,
     state: DecodeState,
@@ -100,7 +100,7 @@ def verify(
 
 
 def judge(
-    target: LlamaForCausalLM,
+    target: Target,
     output: ForwardOutput,
     tree: DraftTree,
     state: DecodeState,
@@ -113,6 +113,7 @@ def judge(
 
 
 def commit(
+    target: Target,
     drafting: Drafting,
     caches: Caches,
     state: DecodeState,
@@ -136,7 +137,7 @@ def commit(
 
     rows = jax.tree.map(on_path, output.rows)
     caches = Caches(
-        target=write_rows(caches.target, rows, page_table, positions, keep),
+        target=write_rows(caches.target, rows, page_table, positions, keep, target.layout.shares("page_rows")),
         drafter=write_rows(
             caches.drafter,
             drafting.context_rows(on_path(output.tapped), positions),
@@ -164,7 +165,7 @@ def commit(
 
 
 def prefill(
-    target: LlamaForCausalLM,
+    target: Target,
     drafting: Drafting,
     caches: Caches,
     tokens: jax.Array,
@@ -185,7 +186,7 @@ def prefill(
     output = target(ForwardBatch(tokens, positions, page_table, start, causal), caches.target, drafting.taps)
     keep = jnp.arange(chunk) < count[:, None]
     return Caches(
-        target=write_rows(caches.target, output.rows, page_table, positions, keep),
+        target=write_rows(caches.target, output.rows, page_table, positions, keep, target.layout.shares("page_rows")),
         drafter=write_rows(
             caches.drafter, drafting.context_rows(output.tapped, positions), page_table, positions, keep
         ),

@@ -129,7 +129,8 @@ class RoundParts:
 
         def body(leaves, caches, state, table, capacity, tree, output, predicted):  # type: ignore[no-untyped-def]
             drafting = self._drafting(weights.module(leaves), None)
-            return commit(drafting, caches, state, table, capacity, tree, output, accept(tree, predicted, depth))
+            accepted = accept(tree, predicted, depth)
+            return commit(self._engine.target, drafting, caches, state, table, capacity, tree, output, accepted)
 
         fixed = (self._table, self._capacity, tree, output, predicted)
         arguments = (weights.leaves, self._caches, self._state, *fixed)

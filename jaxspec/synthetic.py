@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
-from model.cache import PagedCache, RowSpec
+from model.cache import PagedCache, RowSpec, pool_spec
 from model.config import DFlashConfig, ModelConfig, RopeConfig, default_target_layers
 from model.families import FAMILIES
 from model.parameters import WeightSpec, fill
@@ -120,7 +120,7 @@ def random_cache(module: Any, pages: int, page_size: int, mesh: Mesh, dtype: Any
     key, made = jax.random.key(seed), itertools.count()
 
     def pool(spec: RowSpec) -> jax.Array:
-        sharding = NamedSharding(mesh, module.layout.spec((None, None, *spec.axes)))
+        sharding = NamedSharding(mesh, pool_spec(spec, module.layout))
         pool_key = jax.random.fold_in(key, next(made))
         return _normal(pool_key, (pages, page_size, *spec.shape), dtype, sharding, 0.0, 1.0)
 

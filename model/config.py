@@ -158,7 +158,7 @@ def default_target_layers(num_target_layers: int, count: int) -> tuple[int, ...]
     return tuple(round(1 + i * (num_target_layers - 4) / (count - 1)) for i in range(count))
 
 
-def check_drafter(target: ModelConfig, drafter: DFlashConfig) -> None:
+def check_drafter(target: Any, drafter: DFlashConfig) -> None:
     """Raises ValueError, naming the field, where `drafter` was not made for `target`."""
     for field, found, expected in (
         ("hidden_size", drafter.hidden_size, target.hidden_size),

@@ -11,7 +11,7 @@ from model.batch import ForwardBatch, ForwardOutput, LayerRows
 from model.cache import PagedCache, RowSpec, context_rows, key_value_rows
 from model.config import ModelConfig
 from model.layers import Embedding, GatedMLP, RMSNorm
-from sharding.layout import Layout
+from sharding.layout import DEFAULT_PLACEMENT, Layout, Placement
 
 
 class DecoderLayer(nnx.Module):
@@ -102,8 +102,20 @@ class LlamaForCausalLM(nnx.Module):
         return (self.embed_tokens if self.config.tie_word_embeddings else self.lm_head).logits(hidden)
 
 
-def layout_of(config: ModelConfig, devices: int) -> Layout:
-    """What the mesh may split, counted in heads, MLP units and vocabulary rows."""
+def layout_of(config: ModelConfig, devices: int, placement: Placement = DEFAULT_PLACEMENT) -> Layout:
+    """What the mesh may split, counted in heads, MLP units and vocabulary rows.
+
+    Raises:
+      ValueError: naming the setting, if `placement` asks for what this family does not have.
+    """
+    if placement.experts != DEFAULT_PLACEMENT.experts:
+        raise ValueError(
+            f"EngineConfig.expert_layout: found {placement.experts!r}, but a {config.family} target has no experts"
+        )
+    if placement.page_rows:
+        raise ValueError(
+            f"EngineConfig.shard_cache: found 'sequence', but a {config.family} target's cache is split by K/V heads"
+        )
     return Layout(
         devices,
         (

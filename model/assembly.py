@@ -98,7 +98,7 @@ def plan_recipes(
     if unmapped:
         problems.append(f"unmapped {_listed(unmapped)}")
     if zero_points:
-        problems.append(f"zero points, where the weights are symmetric {_listed(zero_points)}")
+        problems.append(f"zero points, where weights are symmetric: {_listed(zero_points)}")
     if problems:
         raise ValueError(f"{source.path}: tensors do not match its config: {'; '.join(problems)}")
     notes += [f"{len(names)} tensors from {names[0]} on: left out, {why}" for why, names in reasons.items()]

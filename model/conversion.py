@@ -18,7 +18,7 @@ from model.parameters import weight_specs
 from model.sources import Source
 from model.tokenizer import Tokenizer
 from sharding.journal import CheckpointWriter
-from sharding.manifest import FLOAT_DTYPES, MANIFEST, MAX_PART_BYTES, Part, Tensor, partition, read_manifest
+from sharding.manifest import FLOAT_DTYPES, MANIFEST, MAX_PART_BYTES, Part, Slab, Tensor, partition, read_manifest
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,11 @@ def plan_conversion(
     groups: dict[str, list[Tensor]] = {}
     for spec in specs:
         groups.setdefault(_group(spec.name), []).append(Tensor(spec.name, spec.shape, str(spec.dtype)))
-    parts = sorted(partition(groups, max_part_bytes), key=lambda part: _place(part, recipes))
+    parts = [
+        Part(part.name, tuple(sorted(part.slabs, key=lambda slab: _place(slab, recipes))))
+        for part in partition(groups, max_part_bytes)
+    ]
+    parts.sort(key=lambda part: _place(part.slabs[0], recipes))
     return ConversionPlan(family.kind, name, dtype, tuple(parts), recipes, notes)
 
 
@@ -149,14 +153,10 @@ def _own_dtype(source: Source) -> str:
     return sizes.most_common(1)[0][0] if sizes else "float32"
 
 
-def _place(part: Part, recipes: Mapping[str, Recipe]) -> tuple[int, int]:
-    """Where the source holds what a part needs first."""
-    places = []
-    for slab in part.slabs:
-        recipe = recipes[slab.tensor.name]
-        rows = recipe.places[slab.start : slab.stop] if recipe.stacked else recipe.places
-        places.append((min(rows), slab.start))
-    return min(places)
+def _place(slab: Slab, recipes: Mapping[str, Recipe]) -> tuple[int, int]:
+    """Where in the source a slab begins."""
+    recipe = recipes[slab.tensor.name]
+    return min(recipe.places[slab.start : slab.stop] if recipe.stacked else recipe.places), slab.start
 
 
 def _group(name: str) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 from model.families import FAMILIES, Family, Kind, family_of
 from model.fields import Fields
 from model.loading import Checkpoint, open_checkpoint
-from sharding.checkpoint import DTYPES, MANIFEST
+from sharding.manifest import FLOAT_DTYPES, MANIFEST
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def _dtype(raw: dict[str, Any]) -> str:
     for fields in (Fields(Fields(raw).section("text_config")), Fields(raw)):
         for key in ("dtype", "torch_dtype"):
             if (value := fields.table.get(key)) is not None:
-                if value not in DTYPES:
-                    raise fields.wrong(key, f"one of {', '.join(DTYPES)}")
+                if value not in FLOAT_DTYPES:
+                    raise fields.wrong(key, f"one of {', '.join(FLOAT_DTYPES)}")
                 return value
     return "bfloat16"

@@ -28,6 +28,7 @@ class Family:
       layout_of: (config, devices, for targets also a placement) → what the mesh may split.
       source_names: our name of a weight → the names that published checkpoints give it; "{}" in a name stands for the
         number of an expert, of which ours stacks all.
+      left_out: (config, published name) → why a tensor is not a weight of the model; None if nothing says so.
     """
 
     kind: Kind
@@ -35,6 +36,7 @@ class Family:
     module: Callable[[Any, Layout, Any], nnx.Module]
     layout_of: Callable[..., Layout]
     source_names: Callable[[str], tuple[str, ...]]
+    left_out: Callable[[Any, str], str | None] = lambda config, name: None
 
     def build(
         self, config: Any, devices: int, dtype: Any, placement: Placement = DEFAULT_PLACEMENT
@@ -65,6 +67,7 @@ FAMILIES: Mapping[str, Family] = {
         module=kimi.KimiForCausalLM,
         layout_of=kimi.layout_of,
         source_names=kimi.tensor_names,
+        left_out=kimi.left_out,
     ),
     "dflash": Family(
         kind="drafter",

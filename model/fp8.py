@@ -4,6 +4,7 @@ float8_e4m3fn [out, in] with `weight_scale_inv`, float32, one for each block of 
 edges may be partial. Despite the name, a weight is its float8 times the scale. Arrays are NumPy's or JAX's.
 """
 
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import jax
@@ -11,6 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 
 BLOCK = (128, 128)  # Rows and columns that share a scale.
+# What a config.json says of the layout.
+CONFIG: Mapping[str, Any] = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": list(BLOCK),
+}
 LARGEST = 448.0  # of float8_e4m3fn, which has no infinity
 
 Array = TypeVar("Array", np.ndarray, jax.Array)

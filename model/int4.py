@@ -4,6 +4,7 @@ Symmetric, in groups of 32 inputs: w = q · scale, with q from -8 to 7 kept as q
 the input dimension, the first in the lowest bits. Arrays are NumPy's or JAX's; results are of the same kind.
 """
 
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import jax
@@ -12,6 +13,36 @@ import numpy as np
 
 GROUP = 32  # Inputs that share a scale.
 PER_WORD = 8  # Values in an int32.
+# What a config.json says of the layout: Kimi's routed experts, and no other Linear layer.
+CONFIG: Mapping[str, Any] = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "quantization_status": "compressed",
+    "kv_cache_scheme": None,
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "input_activations": None,
+            "output_activations": None,
+            "weights": {
+                "num_bits": 4,
+                "type": "int",
+                "symmetric": True,
+                "strategy": "group",
+                "group_size": GROUP,
+                "dynamic": False,
+                "actorder": None,
+                "observer": "minmax",
+            },
+        }
+    },
+    "ignore": [
+        "lm_head",
+        "re:.*self_attn.*",
+        "re:.*shared_experts.*",
+        "re:.*mlp\\.(gate|up|gate_up|down)_proj.*",
+    ],
+}
 _SHIFTS = 4 * np.arange(PER_WORD, dtype=np.int32)
 
 Array = TypeVar("Array", np.ndarray, jax.Array)

@@ -1,5 +1,6 @@
 """The DeepSeek-V3 family: Kimi K2, K2-Thinking, K2.5, K2.6 and K2.7-Code, DeepSeek-V3 and R1 (without their MTP)."""
 
+import re
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ from sharding.layout import DEFAULT_PLACEMENT, Layout, Placement
 
 # Tensors of the wrapper's vision tower, which a text model has no use for.
 VISION_PREFIXES = ("vision_tower.", "mm_projector.")
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 class DecoderLayer(nnx.Module):
@@ -146,3 +148,13 @@ def tensor_names(name: str) -> tuple[str, ...]:
     published = name if name.startswith("lm_head.") else f"model.{name}"
     published = published.replace(".mlp.experts.", ".mlp.experts.{}.")
     return published, WRAPPER + published
+
+
+def left_out(config: KimiConfig, published: str) -> str | None:
+    """Why the tensor that a checkpoint calls `published` is not one of the model's; None if nothing says so."""
+    if published.startswith(VISION_PREFIXES):
+        return "only text is read, no images"
+    layer = _LAYER.match(published.removeprefix(WRAPPER))
+    if layer and 0 <= int(layer[1]) - config.num_hidden_layers < config.num_nextn_predict_layers:
+        return "layers for multi-token prediction are not used"
+    return None

@@ -13,10 +13,11 @@ from model.config import DFlashConfig, ModelConfig, check_drafter
 from model.dflash import DFlashDrafter
 from model.families import FAMILIES, Family, Kind
 from model.kimi_config import KimiConfig
-from model.parameters import fill, weight_specs
+from model.parameters import WeightSpec, fill, weight_specs
 from model.target import Target
-from sharding.checkpoint import DTYPES, Manifest, Tensor, load_arrays, read_manifest
+from sharding.checkpoint import load_arrays
 from sharding.layout import DEFAULT_PLACEMENT, Placement
+from sharding.manifest import FLOAT_DTYPES, Manifest, Tensor, read_manifest
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     family = FAMILIES.get(about["family"]) if isinstance(about["family"], str) else None
     if family is None:
         raise ValueError(f"{folder}: manifest family: found {about['family']!r}, expected one of {sorted(FAMILIES)}")
-    for key, expected in (("kind", (family.kind,)), ("dtype", DTYPES)):
+    for key, expected in (("kind", (family.kind,)), ("dtype", FLOAT_DTYPES)):
         if about[key] not in expected:
             raise ValueError(f"{folder}: manifest {key}: found {about[key]!r}, expected {' or '.join(expected)}")
     if not isinstance(about["config"], dict):
@@ -106,14 +107,23 @@ def _load(checkpoint: Checkpoint, kind: Kind, mesh: jax.sharding.Mesh, dtype: An
     build = family.build(checkpoint.config, mesh.size, dtype, placement)
     layout = family.placed(checkpoint.config, mesh.size, placement)
     specs = {spec.name: spec for spec in weight_specs(build)}
-    stored = {name: tensor.shape for name, tensor in checkpoint.manifest.tensors.items()}
-    for name in sorted(set(stored) ^ set(specs) | {n for n in stored if n in specs and stored[n] != specs[n].shape}):
-        expected = list(specs[name].shape) if name in specs else "no such tensor"
-        found = list(stored[name]) if name in stored else "nothing"
-        raise ValueError(f"{checkpoint.folder}: tensor {name}: found {found}, expected {expected}; convert it again")
-
-    def sharding(tensor: Tensor) -> NamedSharding:
-        return NamedSharding(mesh, layout.spec(specs[tensor.name].axes))
-
-    arrays = load_arrays(checkpoint.folder, checkpoint.manifest, dtype, sharding)
+    stored = checkpoint.manifest.tensors
+    for name in sorted(set(stored) | set(specs)):
+        expected = _described(specs[name]) if name in specs else "no such tensor"
+        found = _described(stored[name]) if name in stored else "nothing"
+        if found != expected:
+            raise ValueError(
+                f"{checkpoint.folder}: tensor {name}: found {found}, expected {expected}; convert it again"
+            )
+    wanted = {
+        name: jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=NamedSharding(mesh, layout.spec(spec.axes)))
+        for name, spec in specs.items()
+    }
+    arrays = load_arrays(checkpoint.folder, checkpoint.manifest, wanted)
     return fill(build, lambda spec: arrays.pop(spec.name))
+
+
+def _described(tensor: Tensor | WeightSpec) -> str:
+    """Shape and dtype; a float's dtype is left out, since it is cast."""
+    dtype = str(tensor.dtype)
+    return str(list(tensor.shape)) + ("" if dtype in FLOAT_DTYPES else f" of {dtype}")

@@ -70,7 +70,8 @@ class _Call:
 
     heading: str = ""  # Its id as the model writes it.
     name: str | None = None  # None while it must be found by the arguments.
-    arguments: str = ""
+    begun: bool = False  # Whether any of the arguments came.
+    arguments: str = ""  # All of them, while there is no name.
     spaces: str = ""  # White space that counts only if more arguments follow.
 
 
@@ -210,17 +211,19 @@ class KimiOutput:
 
     def _say_arguments(self, text: str) -> None:
         call = self._call
-        text = call.spaces + text if call.arguments else text.lstrip()
+        text = call.spaces + text if call.begun else text.lstrip()
         said = text.rstrip()
         call.spaces = text[len(said) :]
-        call.arguments += said
-        if call.name is not None and said:
+        call.begun = call.begun or bool(said)
+        if call.name is None:
+            call.arguments += said
+        elif said:
             self._deltas.append(ToolCallDelta(self._calls - 1, None, None, said))
 
     def _end_call(self) -> None:
         if self._part == _Part.CALL_ID:
             self._begin_arguments()
-        if not self._call.arguments:
+        if not self._call.begun:
             self._say_arguments("{}")
         if self._call.name is None:
             self._announce(_best_match(self._call.arguments, self._functions) or self._call.heading.strip())

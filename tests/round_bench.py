@@ -6,10 +6,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxspec.adjustments import no_adjustments
 from jaxspec.config import SpeculationConfig
 from jaxspec.programs import DecodeShape, PrefillShape, Programs, replicate
 from jaxspec.round import Caches
-from jaxspec.sampling import SamplingLevel
+from jaxspec.sampling import SamplingLevel, SamplingWork
 from jaxspec.state import empty_rows
 from model.cache import pool_spec
 from model.target import Target
@@ -51,6 +52,7 @@ class Bench:
 
         self.caches = Caches(noise(target), noise(guided))
         self.state = replicate(empty_rows(SLOTS, 8), mesh)
+        self.adjustments = self.programs.place(no_adjustments(SLOTS, target.config.vocab_size))
         self.table = rng.permutation(PAGES)[: SLOTS * self.width].reshape(SLOTS, -1).astype(np.int32)
         self.results: list[Any] = []
 
@@ -63,9 +65,8 @@ class Bench:
             tokens = np.full((SLOTS, chunk), 5, np.int32)
             for row, prompt in enumerate(PROMPTS):
                 tokens[row, : count[row]] = prompt[done[row] : done[row] + count[row]]
-            self.caches = self.programs.prefill(
-                PrefillShape(SLOTS, self.width, chunk), self.caches, tokens, done, count, self.table
-            )
+            shape, following = PrefillShape(SLOTS, self.width, chunk), np.zeros_like(tokens)
+            self.caches, _ = self.programs.prefill(shape, self.caches, tokens, done, count, self.table, following)
             done = done + count
         rows = empty_rows(SLOTS, 8)
         rows.anchor[:3] = [prompt[-1] for prompt in PROMPTS]
@@ -77,9 +78,10 @@ class Bench:
         self.state = self.programs.admit(self.state, np.arange(SLOTS, dtype=np.int32), rows)
 
     def decode(self, speculation: SpeculationConfig, capacity: Sequence[int]) -> Any:
-        shape = DecodeShape(SLOTS, self.width, SamplingLevel.TEMPERATURE, speculation)
-        self.caches, self.state, result = self.programs.decode(
-            shape, self.caches, self.state, np.arange(SLOTS, dtype=np.int32), self.table, np.array(capacity, np.int32)
+        shape = DecodeShape(SLOTS, self.width, SamplingWork(SamplingLevel.TEMPERATURE), speculation)
+        slots = np.arange(SLOTS, dtype=np.int32)
+        self.caches, self.state, self.adjustments, result = self.programs.decode(
+            shape, self.caches, self.state, self.adjustments, slots, self.table, np.array(capacity, np.int32)
         )
         self.results.append(jax.tree.map(np.asarray, result))
         assert_copies_agree((self.caches, self.state, result))

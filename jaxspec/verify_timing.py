@@ -16,7 +16,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxspec.benchmarking import seconds_ahead, seconds_waited, weight_bytes
 from jaxspec.memory import cache_bytes_per_token
-from jaxspec.programs import replicate
+from jaxspec.programs import compiler_options, replicate
 from jaxspec.synthetic import random_cache
 from model.batch import ForwardBatch
 from model.cache import PagedCache, pool_spec, write_rows
@@ -77,7 +77,7 @@ class VerifyBench:
         lowered = {case: self._lower(*case) for case in cases}
 
         def compiled(case: tuple[int, int]) -> Any:
-            program = lowered[case].compile()
+            program = lowered[case].compile(compiler_options=compiler_options(mesh))
             report(f"compiled {case[0]} nodes over {case[1]} tokens")
             return program
 

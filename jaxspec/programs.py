@@ -99,11 +99,12 @@ class Programs:
         )
         # New rows are split as the pools are that they go to, but for pages whose rows are split.
         layout = self.target.layout
-        self._row_specs = jax.tree.map(
+        rows = jax.tree.map(
             lambda row: layout.spec((None, None, *row.axes)),
             self.target.cache_rows,
             is_leaf=lambda node: isinstance(node, RowSpec),
         )
+        self.output_specs = ForwardOutput(REPLICATED, REPLICATED, rows, REPLICATED)  # type: ignore[arg-type]
         self._adjustment_specs = Adjustments(**{name: self.target.layout.spec(axes) for name, axes in AXES.items()})
 
     def decode(self, shape: DecodeShape, *arguments: Any) -> tuple[Caches, DecodeState, Adjustments, RoundResult]:
@@ -129,8 +130,7 @@ class Programs:
         Args:
           arguments: those of `draft`, and the tree.
         """
-        results = ForwardOutput(REPLICATED, REPLICATED, self._row_specs)  # type: ignore[arg-type]
-        return self._call(("verify", shape), self._verify_body(shape), 0, arguments, results)[0]
+        return self._call(("verify", shape), self._verify_body(shape), 0, arguments, self.output_specs)[0]
 
     def settle(self, shape: DecodeShape, *arguments: Any) -> tuple[Caches, DecodeState, Adjustments, RoundResult]:
         """The last part.
@@ -274,7 +274,7 @@ class Programs:
         split = {
             Caches: self._cache_specs,
             Adjustments: self._adjustment_specs,
-            ForwardOutput: ForwardOutput(REPLICATED, REPLICATED, self._row_specs),  # type: ignore[arg-type]
+            ForwardOutput: self.output_specs,
         }
         specs = tuple(split.get(type(argument), REPLICATED) for argument in arguments)
         in_specs = (self._leaf_specs, *specs)

@@ -124,8 +124,7 @@ class RoundParts:
             return output, sample(logits, tree.depths, state, depth, SamplingLevel.GREEDY, target.vocab_split)
 
         arguments = (weights.leaves, self._caches.target, self._state, self._table, tree)
-        output_specs: Any = ForwardOutput(REPLICATED, REPLICATED, self._pool_specs.target)  # type: ignore[arg-type]
-        program = self._compile(body, arguments, (output_specs, REPLICATED))
+        program = self._compile(body, arguments, (self._engine._programs.output_specs, REPLICATED))
         return lambda: program(weights.leaves, self._caches.target, self._state, self._table, tree)
 
     def _commit(self, tree: DraftTree, output: ForwardOutput, predicted: jax.Array) -> Callable[[], RoundResult]:

@@ -16,7 +16,8 @@ import typer
 
 from jaxspec.config import EngineConfig, SamplingParams, SpeculationConfig
 from jaxspec.engine import Engine
-from jaxspec.synthetic import SHAPES, ModelPair, random_models
+from jaxspec.shapes import SHAPES, ModelPair
+from jaxspec.synthetic import random_models
 from model.loading import load_drafter, load_target
 from serve.startup import StartUp, bad_input
 from sharding.mesh import make_mesh

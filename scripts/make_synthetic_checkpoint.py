@@ -198,5 +198,8 @@ def _projector() -> Shapes:
     return shapes
 
 
+app = typer.Typer(add_completion=False)
+app.command()(main)
+
 if __name__ == "__main__":
-    typer.run(main)
+    app()

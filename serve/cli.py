@@ -11,6 +11,7 @@ from serve.bench import bench_command
 from serve.convert import convert_command
 from serve.evaluate import evaluate_command
 from serve.generate import generate_command
+from serve.serve import serve_command
 from serve.train import train_command
 
 app = typer.Typer(
@@ -20,6 +21,7 @@ app = typer.Typer(
 )
 app.command("convert")(convert_command)
 app.command("generate")(generate_command)
+app.command("serve")(serve_command)
 app.command("train")(train_command)
 app.command("bench")(bench_command)
 app.command("evaluate")(evaluate_command)

@@ -95,6 +95,8 @@ class GenerationService(GenerationServiceServicer):
             await self._write(context, pb.GenerateStreamResponse(**event))
 
         async with self._answering(request.request, context) as answering:
+            # On its own: gRPC can't tell a client that takes nothing how its call ended before this is out.
+            await context.send_initial_metadata((("x-request-id", answering.stream.id),))
             await write(
                 accepted=pb.Accepted(
                     request_id=answering.stream.id,

@@ -91,6 +91,8 @@ class OpenRequests:
         """Forgets a request whose call is over; what still runs of it is aborted."""
         _, jobs = self._requests.pop(stream.id)
         self._abort(stream, jobs)
+        for choice in stream.choices:
+            choice.take()  # gRPC may keep a call's frames, and this with them, for as long as its client likes
         if not self._requests:
             self._idle.set()
 

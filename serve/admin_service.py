@@ -15,6 +15,7 @@ from serve.open_requests import OpenRequests
 from serve.refusal import Refusal, invalid
 
 LONGEST_DRAIN = 86400.0
+MAX_IDS = 10_000
 
 
 class AdminService(AdminServiceServicer):
@@ -41,6 +42,8 @@ class AdminService(AdminServiceServicer):
         """Ends requests."""
         if request.all and request.request_ids:
             raise invalid("request_ids", f"{len(request.request_ids)} with all", "one of the two")
+        if len(request.request_ids) > MAX_IDS:
+            raise invalid("request_ids", f"{len(request.request_ids)} ids", f"at most {MAX_IDS}")
         wanted = self._requests.ids if request.all else list(request.request_ids)
         if not wanted and not request.all:
             raise invalid("request_ids", "none", "at least one, or all")

@@ -96,6 +96,8 @@ class ModelService(ModelServiceServicer):
     async def Detokenize(self, request: model_pb2.DetokenizeRequest, context: Any) -> model_pb2.DetokenizeResponse:
         """Token ids to text."""
         model = self._model()
+        if len(request.token_ids) > model.max_context:
+            raise invalid("token_ids", f"{len(request.token_ids)} ids", f"at most {model.max_context} (context limit)")
         vocab = model.engine.target.config.vocab_size
         if wrong := [index for index in request.token_ids if not 0 <= index < vocab]:
             raise invalid("token_ids", wrong[0], f"0 to {vocab - 1}")

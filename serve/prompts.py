@@ -66,7 +66,7 @@ class PromptReader:
     async def _encode(self, field: str, encode: Callable[[], list[int]]) -> list[int]:
         try:
             return await self.in_thread(encode)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise Refusal(StatusCode.INVALID_ARGUMENT, f"{field}: {error}", field=field) from error
 
     def _encode_chat(self, conversation: Conversation) -> list[int]:
@@ -77,8 +77,8 @@ class PromptReader:
                 {"role": message.role, "content": message.content} | _json_object(where, message.fields_json)
             )
         variables = _json_object("conversation.variables_json", conversation.variables_json)
-        if "messages" in variables:
-            raise invalid("conversation.variables_json", "the name messages", "other names")
+        if taken := {"messages", "self"} & variables.keys():
+            raise invalid("conversation.variables_json", f"the name {min(taken)}", "another")
         return self._tokenizer.encode_chat(messages, **variables)
 
 

@@ -39,6 +39,7 @@ SUPPORTED_FIELDS = (*SERVER_FIELDS, *SAMPLING_FIELDS)
 
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 256
+MAX_PARTS = 16384  # of a repeated field that holds messages
 
 
 def check_fields(request: GenerateRequest) -> None:
@@ -113,5 +114,8 @@ def _check_fields(message: Message, prefix: str, whole: bool) -> None:
                 field=path,
             )
         if inside:
-            for part in value if descriptor.is_repeated else [value]:
+            parts = value if descriptor.is_repeated else [value]
+            if len(parts) > MAX_PARTS:
+                raise invalid(path, len(parts), f"at most {MAX_PARTS}")
+            for part in parts:
                 _check_fields(part, f"{path}.", supported)

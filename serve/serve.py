@@ -11,15 +11,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from jaxspec.config import EngineConfig, SpeculationConfig
+from serve.logs import FORMATS, use_log_format
 from serve.options import one_of
 from serve.startup import StartUp, bad_input, banner, say, use_compilation_cache
+from serve.warm_up import WARM_UPS, warm_up
 
 if TYPE_CHECKING:
     from serve.server_config import ServerConfig
 
 Option = typer.Option
 METRICS_COMPAT = ("none", "vllm")
-LOG_FORMATS = ("text", "json")
 
 
 def serve_command(
@@ -63,13 +64,18 @@ def serve_command(
     metrics_port: Annotated[int | None, Option(help="Port for Prometheus on the same host; 0: a free one.")] = None,
     metrics_compat: Annotated[str, Option(help="vllm repeats all metrics under vLLM's names.")] = "none",
     reflection: Annotated[bool, Option(help="Let clients ask for the protos.")] = True,
+    warm_up_extent: Annotated[
+        str,
+        Option("--warm-up", help="Programs compiled before serving: those of the first request, or all but long ones."),
+    ] = "first",
     profile_dir: Annotated[Path | None, Option(help="Folder for the traces that AdminService takes.")] = None,
     log_format: Annotated[str, Option(help="text or json.")] = "text",
 ) -> None:
     """Serve a model over gRPC."""
     with bad_input():
         one_of("--metrics-compat", metrics_compat, METRICS_COMPAT)
-        one_of("--log-format", log_format, LOG_FORMATS)
+        one_of("--log-format", log_format, FORMATS)
+        one_of("--warm-up", warm_up_extent, WARM_UPS)
         speculation = SpeculationConfig(budget=budget, top_k_cap=top_k_cap)
         engine_config = EngineConfig(
             devices=devices,
@@ -106,8 +112,6 @@ def serve_command(
             reflection=reflection,
             profile_folder=profile_dir,
         )
-    from serve.logs import use_log_format
-
     use_log_format(log_format)
     use_compilation_cache()
     start_up = StartUp()
@@ -119,7 +123,7 @@ def serve_command(
             target, drafter, speculation=speculation, config=engine_config, report=start_up.report
         )
         start_up.report("compiling")
-        engine.warm_up()
+        warm_up(engine, warm_up_extent)
         return engine
 
     code, ended = asyncio.run(_run(config, engine_config.slots, load, start_up))

@@ -8,6 +8,7 @@ from typing import Any
 from jaxspec.engine import Engine
 from model.tokenizer import Tokenizer
 from serve.prompts import PromptReader
+from serve.refusal import Refusal
 from serve.request_fields import SAMPLING_FIELDS, sampling_params
 
 
@@ -55,11 +56,11 @@ def default_sampling(folder: Path) -> dict[str, Any]:
     path = folder / "tokenizer" / "generation_config.json"
     if not path.is_file():
         return {}
-    given = json.loads(path.read_text(encoding="utf-8"))
-    names = [name for path_, name in SAMPLING_FIELDS.items() if path_.startswith("sampling.") and name != "seed"]
-    values = {name: given[name] for name in names if given.get(name) is not None}
+    names = [name for field, name in SAMPLING_FIELDS.items() if field.startswith("sampling.") and name != "seed"]
     try:
+        given = json.loads(path.read_text(encoding="utf-8"))
+        values = {name: given[name] for name in names if given.get(name) is not None}
         sampling_params(values)
-    except Exception as error:
+    except (ValueError, AttributeError, Refusal) as error:
         raise ValueError(f"{path}: {error}") from error
     return values

@@ -19,7 +19,7 @@ from tests.serve.server_process import CONTEXT, ServerProcess, tiny_models
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
-SLOTS, QUEUE = 2, 4
+SLOTS, QUEUE = 2, 8
 GREEDY = {"temperature": 0}
 
 
@@ -241,7 +241,7 @@ def test_many_at_once_each_get_their_own(generation, plain):
         return raised.value.code()
 
     with ThreadPoolExecutor(12) as threads:
-        bad = [threads.submit(fail) for _ in range(6)]
+        bad = [threads.submit(fail) for _ in range(4)]
         good = [threads.submit(ask, prompt) for prompt in prompts]
         assert [future.result() for future in good] == [one.tokens for one in expected]
         assert {future.result() for future in bad} == {grpc.StatusCode.INVALID_ARGUMENT}
@@ -301,7 +301,7 @@ def test_a_full_queue_refuses_with_a_hint(generation, model, admin):
     with pytest.raises(grpc.RpcError) as raised:
         generation.Generate(request())
     assert raised.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert "expected at most 6; try again later" in raised.value.details()
+    assert "expected at most 10; try again later" in raised.value.details()
     (detail,) = rpc_status.from_call(raised.value).details
     retry = error_details_pb2.RetryInfo()
     assert detail.Unpack(retry)
@@ -341,8 +341,8 @@ INVALID, UNIMPLEMENTED = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMP
         (request(sampling={"top_k": -1}), INVALID, "sampling.top_k", "found -1, expected 0 to"),
         (request(sampling={"top_p": 0}), INVALID, "sampling.top_p", "found 0.0, expected 1e-06 to 1.0"),
         (request(sampling={"min_p": 2}), INVALID, "sampling.min_p", "found 2.0, expected 0.0 to 1.0"),
-        (request(sampling={"choices": 0}), INVALID, "sampling.choices", "found 0, expected 1 to 6"),
-        (request(sampling={"choices": 7}), INVALID, "sampling.choices", "found 7, expected 1 to 6"),
+        (request(sampling={"choices": 0}), INVALID, "sampling.choices", "found 0, expected 1 to 10"),
+        (request(sampling={"choices": 11}), INVALID, "sampling.choices", "found 11, expected 1 to 10"),
         (request(stopping__stop=[""]), INVALID, "stopping.stop", "found 0 characters, expected 1 to 256 in each"),
         (request(stopping__stop=["x" * 257]), INVALID, "stopping.stop", "found 257 characters"),
         (request(stopping__stop=["x"] * 5000), INVALID, "stopping.stop", "found 5000 strings, expected at most 16"),
@@ -382,6 +382,24 @@ INVALID, UNIMPLEMENTED = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMP
             INVALID,
             "conversation.variables_json",
             "found the name messages",
+        ),
+        (
+            request(None, conversation__variables_json='{"self": 1}'),
+            INVALID,
+            "conversation.variables_json",
+            "found the name self",
+        ),
+        (
+            request(None, conversation__variables_json='{"tail": ' + "[" * 900 + "]" * 900 + "}"),
+            INVALID,
+            "conversation",
+            "recursion",
+        ),
+        (
+            request(None, conversation__messages=[{}] * 20_000),
+            INVALID,
+            "conversation.messages",
+            "found 20000, expected at most 16384",
         ),
         (request(None, conversation__variables_json="7"), INVALID, "conversation.variables_json", "found int"),
     ],

@@ -1,31 +1,13 @@
-"""GenerationService: requests checked and admitted, answers streamed or gathered."""
+"""GenerationService: answers streamed or gathered."""
 
-import asyncio
-import logging
-import re
-import secrets
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import Any
-
-from grpc import StatusCode
 
 from jaxspec.requests import RequestStatistics
 from jaxspec.v1 import generation_pb2 as pb
 from jaxspec.v1.generation_pb2_grpc import GenerationServiceServicer
-from serve.metrics import AnswerClock, Metrics
-from serve.open_requests import OpenRequests
-from serve.refusal import Refusal, invalid
-from serve.request_fields import check_fields, sampling_params, sampling_values, stop_strings
-from serve.served_model import ServedModel
-from serve.streams import ChoiceStream, Ending, Piece, RequestStream
-from serve.text_stream import TextStream
+from serve.answering import Answerer, Answering
+from serve.streams import Ending
 
-log = logging.getLogger("jaxspec.requests")
-
-REQUEST_ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
-MAX_CHOICES = 64
 REASONS = {
     "stop": pb.FINISH_REASON_STOP,
     "length": pb.FINISH_REASON_LENGTH,
@@ -33,50 +15,17 @@ REASONS = {
 }
 
 
-@dataclass
-class Answering:
-    """One request on its way."""
-
-    stream: RequestStream
-    prompt_tokens: int
-    text: bool
-    token_ids: bool
-    clocks: list[AnswerClock]
-    completion_tokens: int = 0
-
-    @property
-    def usage(self) -> pb.Usage:
-        """So far."""
-        return pb.Usage(prompt_tokens=self.prompt_tokens, completion_tokens=self.completion_tokens)
-
-
 class GenerationService(GenerationServiceServicer):
-    """The service over one engine.
+    """The service over one engine."""
 
-    Args:
-      model: gives what is served; called only once the server is ready.
-      requests: that are open.
-      metrics: counts.
-      max_request_seconds: a request may take no longer, queueing included.
-      stalled_seconds: a client that takes nothing for so long is dropped.
-    """
-
-    def __init__(
-        self,
-        model: Callable[[], ServedModel],
-        requests: OpenRequests,
-        metrics: Metrics,
-        max_request_seconds: float,
-        stalled_seconds: float,
-    ):
-        self._model, self._requests, self._metrics = model, requests, metrics
-        self._max_request_seconds, self._stalled_seconds = max_request_seconds, stalled_seconds
+    def __init__(self, answerer: Answerer):
+        self._answerer = answerer
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> pb.GenerateResponse:
         """Answers once."""
-        async with self._answering(request, context) as answering:
+        async with self._answerer.answering(request, context) as answering:
             choices = [pb.Choice(index=choice.index) for choice in answering.stream.choices]
-            async for piece in self._pieces(answering):
+            async for piece in self._answerer.pieces(answering):
                 choice = choices[piece.choice]
                 if answering.text:
                     choice.text += piece.text
@@ -85,27 +34,27 @@ class GenerationService(GenerationServiceServicer):
                 if piece.ending is not None:
                     choice.ending.CopyFrom(_ending(piece.ending, answering.stream.choices[piece.choice].statistics))
             return pb.GenerateResponse(
-                request_id=answering.stream.id, model=self._model().name, choices=choices, usage=answering.usage
+                request_id=answering.stream.id, model=answering.model, choices=choices, usage=_usage(answering)
             )
 
     async def GenerateStream(self, request: pb.GenerateStreamRequest, context: Any) -> None:
         """Answers as it comes."""
 
         async def write(**event: Any) -> None:
-            await self._write(context, pb.GenerateStreamResponse(**event))
+            await self._answerer.write(context, pb.GenerateStreamResponse(**event))
 
-        async with self._answering(request.request, context) as answering:
+        async with self._answerer.answering(request.request, context) as answering:
             # On its own: gRPC can't tell a client that takes nothing how its call ended before this is out.
             await context.send_initial_metadata((("x-request-id", answering.stream.id),))
             await write(
                 accepted=pb.Accepted(
                     request_id=answering.stream.id,
-                    model=self._model().name,
+                    model=answering.model,
                     prompt_tokens=answering.prompt_tokens,
                 )
             )
             running = len(answering.stream.choices)
-            async for piece in self._pieces(answering):
+            async for piece in self._answerer.pieces(answering):
                 delta = pb.Delta(choice=piece.choice, from_draft=piece.from_draft)
                 if answering.text:
                     delta.text = piece.text
@@ -116,121 +65,8 @@ class GenerationService(GenerationServiceServicer):
                 if piece.ending is not None:
                     running -= 1
                     ending = _ending(piece.ending, answering.stream.choices[piece.choice].statistics)
-                    usage = None if running else answering.usage
+                    usage = None if running else _usage(answering)
                     await write(finished=pb.Finished(choice=piece.choice, ending=ending, usage=usage))
-
-    @asynccontextmanager
-    async def _answering(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[Answering]:
-        """Admits a request and closes it, whatever happens.
-
-        Raises:
-          Refusal: it can't be admitted, or takes too long.
-        """
-        try:
-            async with asyncio.timeout(self._max_request_seconds):
-                answering = await self._admit(request, context)
-                try:
-                    yield answering
-                finally:
-                    self._requests.close(answering.stream)
-                    self._log(answering, context)
-        except TimeoutError:
-            raise Refusal(
-                StatusCode.DEADLINE_EXCEEDED,
-                f"request: took longer than {self._max_request_seconds:g} s, this server's limit",
-            ) from None
-
-    async def _admit(self, request: pb.GenerateRequest, context: Any) -> Answering:
-        request_id = request.request_id or secrets.token_hex(8)
-        if not REQUEST_ID.fullmatch(request_id):
-            raise invalid(
-                "request_id", repr(request_id[:130]), "1 to 128 characters: letters, digits and any of _.:/+=@-"
-            )
-        self._requests.check(request_id)
-        check_fields(request)
-        model = self._model()
-        if request.model not in ("", model.name):
-            raise Refusal(
-                StatusCode.NOT_FOUND, f"model: found {request.model!r}, expected {model.name!r}", field="model"
-            )
-        stops = stop_strings(request)
-        wants_text = not request.output.HasField("text") or request.output.text
-        wants_ids = not request.output.HasField("token_ids") or request.output.token_ids
-        if not (wants_text or wants_ids):
-            raise invalid("output", "neither text nor token_ids wanted", "one of them at least")
-        limit = min(MAX_CHOICES, self._requests.capacity)
-        choices = request.sampling.choices if request.sampling.HasField("choices") else 1
-        if not 1 <= choices <= limit:
-            raise invalid("sampling.choices", choices, f"1 to {limit}")
-        values = model.default_sampling | sampling_values(request)
-        values.setdefault("seed", secrets.randbits(32))  # one for all choices, whose noise differs by their number
-        sampling_params(values)
-        prompt_field, prompt = await model.prompts.read(request)
-        room = model.max_context - len(prompt)
-        if values.setdefault("max_tokens", max(room, 1)) > room >= 1:
-            raise invalid(
-                "stopping.max_tokens",
-                values["max_tokens"],
-                f"at most {room} (context of {model.max_context} less {len(prompt)} prompt tokens)",
-            )
-        if context.time_remaining() == 0:
-            raise Refusal(StatusCode.DEADLINE_EXCEEDED, "request: its deadline passed before it was queued")
-
-        include_stop = request.stopping.include_stop
-        skip_special = not request.output.HasField("skip_special_tokens") or request.output.skip_special_tokens
-
-        def choice_stream(index: int) -> ChoiceStream:
-            text = None
-            if wants_text or stops:
-                text = TextStream(model.tokenizer.detokenizer(skip_special), stops, include_stop)
-            return ChoiceStream(index, text, include_stop, model.depth)
-
-        stream = RequestStream(request_id, [choice_stream(index) for index in range(choices)])
-        sampling = [sampling_params(values | {"choice": index}) for index in range(choices)]
-        self._requests.admit(stream, prompt, sampling, prompt_field)
-        self._metrics.admitted(len(prompt))
-        clocks = [AnswerClock(self._metrics) for _ in range(choices)]
-        return Answering(stream, len(prompt), wants_text, wants_ids, clocks)
-
-    async def _pieces(self, answering: Answering) -> AsyncIterator[Piece]:
-        """The stream's pieces, measured."""
-        async for piece in answering.stream.pieces():
-            answering.completion_tokens += len(piece.tokens)
-            clock = answering.clocks[piece.choice]
-            if piece.tokens:
-                clock.delivered(len(piece.tokens))
-            if piece.ending is not None:
-                clock.ended(piece.ending.reason)
-            yield piece
-
-    async def _write(self, context: Any, message: pb.GenerateStreamResponse) -> None:
-        try:
-            async with asyncio.timeout(self._stalled_seconds):
-                await context.write(message)
-        except TimeoutError:
-            raise Refusal(
-                StatusCode.RESOURCE_EXHAUSTED,
-                f"stream: the client took nothing for {self._stalled_seconds:g} s, the limit",
-            ) from None
-
-    def _log(self, answering: Answering, context: Any) -> None:
-        first = answering.clocks[0].seconds_to_first_token
-        total = RequestStatistics()
-        for choice in answering.stream.choices:
-            total.merge(choice.statistics)
-        log.info(
-            "answered",
-            extra={
-                "request_id": answering.stream.id,
-                "peer": context.peer(),
-                "prompt_tokens": answering.prompt_tokens,
-                "completion_tokens": answering.completion_tokens,
-                "endings": ",".join(choice.ending.reason for choice in answering.stream.choices if choice.ending),
-                "seconds": round(answering.clocks[0].seconds, 4),
-                "seconds_to_first_token": first and round(first, 4),
-                "tau": round(total.tau, 3),
-            },
-        )
 
 
 def statistics_message(statistics: RequestStatistics) -> pb.SpeculationStatistics:
@@ -253,3 +89,7 @@ def _ending(ending: Ending, statistics: RequestStatistics) -> pb.Ending:
     elif ending.stop_string is not None:
         message.stop_string = ending.stop_string
     return message
+
+
+def _usage(answering: Answering) -> pb.Usage:
+    return pb.Usage(prompt_tokens=answering.prompt_tokens, completion_tokens=answering.completion_tokens)

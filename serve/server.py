@@ -13,6 +13,7 @@ from grpc_reflection.v1alpha import reflection
 from jaxspec.requests import EngineLoad
 from jaxspec.v1 import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2_grpc, model_pb2, model_pb2_grpc
 from serve.admin_service import AdminService
+from serve.answering import Answerer
 from serve.calls import Calls
 from serve.engine_thread import EngineThread
 from serve.generation_service import GenerationService
@@ -155,10 +156,10 @@ class Server:
 
     def _add_services(self) -> None:
         config = self._config
-        generation = GenerationService(
+        answerer = Answerer(
             self._loaded_model, self._requests, self._metrics, config.max_request_seconds, config.stalled_seconds
         )
-        generation_pb2_grpc.add_GenerationServiceServicer_to_server(generation, self._grpc)
+        generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationService(answerer), self._grpc)
         model = ModelService(self._loaded_model, self._engine, self._health, self._metrics, config)
         model_pb2_grpc.add_ModelServiceServicer_to_server(model, self._grpc)
         admin = AdminService(self._requests, self._engine, self._health, config.drain_seconds, config.profile_folder)

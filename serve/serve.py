@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from serve.server_config import ServerConfig
 
 Option = typer.Option
-METRICS_COMPAT = ("none", "vllm")
+METRICS_COMPAT = DIALECTS = ("none", "vllm")
 
 
 def serve_command(
@@ -31,6 +31,8 @@ def serve_command(
     ] = None,
     host: Annotated[str, Option(help="Address to listen on; the default is for this machine only.")] = "127.0.0.1",
     port: Annotated[int, Option(help="Port to listen on; 0 takes a free one and says which.")] = 50051,
+    dialect: Annotated[str, Option(help="vllm: also speak the API of the smg gateway, on a port of its own.")] = "none",
+    dialect_port: Annotated[int, Option(help="Port of the dialect; 0 takes a free one.")] = 50052,
     budget: Annotated[int, Option(help="Tree nodes verified a round; 0 decodes plainly.")] = SpeculationConfig.budget,
     top_k_cap: Annotated[
         int, Option(help="Drafter's best tokens considered at each depth; 1 makes the tree a chain.")
@@ -73,6 +75,7 @@ def serve_command(
 ) -> None:
     """Serve a model over gRPC."""
     with bad_input():
+        one_of("--dialect", dialect, DIALECTS)
         one_of("--metrics-compat", metrics_compat, METRICS_COMPAT)
         one_of("--log-format", log_format, FORMATS)
         one_of("--warm-up", warm_up_extent, WARM_UPS)
@@ -100,6 +103,9 @@ def serve_command(
             default_sampling=default_sampling(target),
             host=host,
             port=port,
+            dialect=None if dialect == "none" else dialect,
+            dialect_port=dialect_port,
+            target=target,
             security=security,
             queue=queue,
             max_message_bytes=max_message_bytes,

@@ -49,7 +49,7 @@ class Server:
       report: gets each stage.
 
     Attributes:
-      port, metrics_port: in use, once `start` listens.
+      port, dialect_port, metrics_port: in use, once `start` listens.
     """
 
     def __init__(self, config: ServerConfig, slots: int, load: Callable[[], Any], report: Callable[[str], None]):
@@ -59,16 +59,16 @@ class Server:
         self._health = Health([GENERATION, MODEL])
         self._engine = EngineThread(load, self._on_crash)
         self._requests = OpenRequests(self._engine, self._health, self._metrics, slots + config.queue)
-        self._grpc = grpc.aio.server(
-            interceptors=[Calls(config.security, self._metrics)],
-            options=_channel_options(config),
-            maximum_concurrent_rpcs=MAX_CALLS,
+        self._answerer = Answerer(
+            self._loaded_model, self._requests, self._metrics, config.max_request_seconds, config.stalled_seconds
         )
-        self._add_services()
+        self._fronts = [self._own_front()]
+        if config.dialect is not None:
+            self._fronts.append(self._dialect_front())
         self._metrics_server: Any = None
         self._stopping, self._stopping_now = asyncio.Event(), asyncio.Event()
         self._crashed = False
-        self.port, self.metrics_port = config.port, config.metrics_port
+        self.port, self.dialect_port, self.metrics_port = config.port, config.dialect_port, config.metrics_port
 
     async def start(self) -> bool:
         """Listens and loads; False where `stop` came before the engine was there.
@@ -76,20 +76,17 @@ class Server:
         Raises:
           ValueError, OSError: a port can't be had, or the models can't be loaded.
         """
-        host, credentials = self._config.host.strip("[]"), self._config.security.credentials()
-        address = f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
-        try:
-            if credentials is None:
-                self.port = self._grpc.add_insecure_port(address)
-            else:
-                self.port = self._grpc.add_secure_port(address, credentials)
-        except RuntimeError:
-            raise ValueError(f"--host, --port: found {address}, which can't be listened on; in use?") from None
+        self.port = self._bind(self._fronts[0], "--port", self.port)
+        ports = f"port {self.port}"
+        for front in self._fronts[1:]:
+            self.dialect_port = self._bind(front, "--dialect-port", self.dialect_port)
+            ports += f", {self._config.dialect} on port {self.dialect_port}"
         if self.metrics_port is not None:
-            self._metrics_server, self.metrics_port = self._metrics.serve(host, self.metrics_port)
-        await self._grpc.start()
+            self._metrics_server, self.metrics_port = self._metrics.serve(self._host, self.metrics_port)
+        for front in self._fronts:
+            await front.start()
         await self._health.loading()
-        self._report(f"listening on {host}, port {self.port}; not serving yet")
+        self._report(f"listening on {self._host}, {ports}; not serving yet")
         return await _unless(self._stopping, self._load())
 
     async def serve(self) -> int:
@@ -107,7 +104,7 @@ class Server:
 
     async def close(self) -> bool:
         """Ends all calls and threads; False where the engine thread still runs."""
-        await self._grpc.stop(GRACE_SECONDS)
+        await asyncio.gather(*(front.stop(GRACE_SECONDS) for front in self._fronts))
         if self._metrics_server is not None:
             await asyncio.to_thread(self._metrics_server.shutdown)
             self._metrics_server.server_close()
@@ -124,7 +121,7 @@ class Server:
     def describe(self) -> list[tuple[str, str]]:
         """What is served and where, for a start-up banner."""
         assert self._model is not None
-        security, host = self._config.security, self._config.host
+        security = self._config.security
         guards = [
             "plaintext" if security.certificate is None else "TLS",
             *(["client certificates"] if security.client_authority is not None else []),
@@ -134,10 +131,12 @@ class Server:
             ("model", self._model.name),
             *self._model.engine.describe(),
             ("queue", f"{self._config.queue} answers"),
-            ("gRPC", f"{host}, port {self.port} ({', '.join(guards)})"),
+            ("gRPC", f"{self._host}, port {self.port} ({', '.join(guards)})"),
         ]
+        if self._config.dialect is not None:
+            rows.append((self._config.dialect, f"{self._host}, port {self.dialect_port}"))
         if self.metrics_port is not None:
-            rows.append(("metrics", f"http://{host}:{self.metrics_port}/metrics"))
+            rows.append(("metrics", f"http://{self._host}:{self.metrics_port}/metrics"))
         return rows
 
     # Parts
@@ -154,20 +153,50 @@ class Server:
         self._told = loop.create_task(self._health.failed())
         loop.call_later(LINGER_SECONDS, self.stop)
 
-    def _add_services(self) -> None:
-        config = self._config
-        answerer = Answerer(
-            self._loaded_model, self._requests, self._metrics, config.max_request_seconds, config.stalled_seconds
-        )
-        generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationService(answerer), self._grpc)
+    @property
+    def _host(self) -> str:
+        return self._config.host.strip("[]")
+
+    def _bind(self, front: grpc.aio.Server, option: str, port: int) -> int:
+        """Takes a port; returns which. Raises ValueError where it can't be had."""
+        address = f"[{self._host}]:{port}" if ":" in self._host else f"{self._host}:{port}"
+        credentials = self._config.security.credentials()
+        try:
+            if credentials is None:
+                return front.add_insecure_port(address)
+            return front.add_secure_port(address, credentials)
+        except RuntimeError:
+            raise ValueError(f"--host, {option}: found {address}, which can't be listened on; in use?") from None
+
+    def _own_front(self) -> grpc.aio.Server:
+        config, front = self._config, self._front()
+        generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationService(self._answerer), front)
         model = ModelService(self._loaded_model, self._engine, self._health, self._metrics, config)
-        model_pb2_grpc.add_ModelServiceServicer_to_server(model, self._grpc)
+        model_pb2_grpc.add_ModelServiceServicer_to_server(model, front)
         admin = AdminService(self._requests, self._engine, self._health, config.drain_seconds, config.profile_folder)
-        admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, self._grpc)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, self._grpc)
+        admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, front)
         if config.reflection:
-            names = (GENERATION, MODEL, ADMIN, HEALTH, reflection.SERVICE_NAME)
-            reflection.enable_server_reflection(names, self._grpc)
+            reflection.enable_server_reflection((GENERATION, MODEL, ADMIN, HEALTH, reflection.SERVICE_NAME), front)
+        return front
+
+    def _dialect_front(self) -> grpc.aio.Server:
+        from smg_grpc_proto import vllm_engine_pb2_grpc
+
+        from serve.vllm_service import VllmService
+
+        front = self._front()
+        service = VllmService(self._answerer, self._loaded_model, self._requests, self._health, self._config.target)
+        vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(service, front)
+        return front
+
+    def _front(self) -> grpc.aio.Server:
+        front = grpc.aio.server(
+            interceptors=[Calls(self._config.security, self._metrics)],
+            options=_channel_options(self._config),
+            maximum_concurrent_rpcs=MAX_CALLS,
+        )
+        health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, front)
+        return front
 
     def _loaded_model(self) -> ServedModel:
         if self._model is None:

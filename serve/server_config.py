@@ -18,6 +18,9 @@ class ServerConfig:
       name: that clients know the model by.
       default_sampling: arguments of SamplingParams for what a request leaves unset.
       host, port: where gRPC listens; port 0 takes a free one.
+      dialect: another API beside our own, on its own port of the same host; None offers none.
+      dialect_port: of that API; 0 takes a free one.
+      target: folder of the converted target, for those who ask for its tokenizer.
       security: of that port.
       queue: answers that may wait beside those in slots.
       max_message_bytes: of a request.
@@ -35,6 +38,9 @@ class ServerConfig:
     default_sampling: dict[str, Any] = field(default_factory=dict)
     host: str = "127.0.0.1"
     port: int = 50051
+    dialect: str | None = None
+    dialect_port: int = 50052
+    target: Path = Path()
     security: Security = field(default_factory=Security)
     queue: int = 256
     max_message_bytes: int = 16 << 20
@@ -49,6 +55,7 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         within("--port", self.port, 0, 65535)
+        within("--dialect-port", self.dialect_port, 0, 65535)
         if self.metrics_port is not None:
             within("--metrics-port", self.metrics_port, 0, 65535)
         within("--queue", self.queue, 0, 100_000)

@@ -70,7 +70,7 @@ class ServerProcess:
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
         self.lines: list[str] = []
         threading.Thread(target=self._read, daemon=True).start()
-        self.port = int(self.wait_for(r"listening on .*port (\d+)").group(1))
+        self.port = int(self.wait_for(r"listening on \S+ port (\d+)").group(1))
         if serving:
             self.wait_for(r" s  serving$")
 

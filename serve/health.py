@@ -2,7 +2,7 @@
 
 import asyncio
 import enum
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 
 from grpc import StatusCode
 from grpc_health.v1 import health
@@ -57,24 +57,26 @@ class Health:
             return None
         return Refusal(StatusCode.UNAVAILABLE, self.state.value, retry_after=RETRY_SECONDS)
 
-    async def loading(self) -> None:
-        """The server is up, the model is not."""
-        await self._tell()
+    # Each takes effect at once; awaiting tells the health service's clients.
 
-    async def loaded(self) -> None:
+    def loading(self) -> Awaitable[None]:
+        """The server is up, the model is not."""
+        return self._tell()
+
+    def loaded(self) -> Awaitable[None]:
         """The engine is ready."""
         self._loaded = True
-        await self._tell()
+        return self._tell()
 
-    async def draining(self) -> None:
+    def draining(self) -> Awaitable[None]:
         """No new requests from now on."""
         self._draining = True
-        await self._tell()
+        return self._tell()
 
-    async def failed(self) -> None:
+    def failed(self) -> Awaitable[None]:
         """The engine is gone for good."""
         self._failed = True
-        await self._tell()
+        return self._tell()
 
     async def watch(self, engine: EngineThread, limit: float) -> None:
         """Runs for ever: the engine counts as stuck while one step takes longer than `limit` seconds."""

@@ -148,10 +148,9 @@ class Server:
     def _on_crash(self, error: BaseException) -> None:
         log.error("the engine ended", exc_info=error)
         self._crashed = True
+        self._told = asyncio.ensure_future(self._health.failed())
         self._requests.fail_all(Refusal(StatusCode.INTERNAL, "engine: ended by a fault; the server's log tells more"))
-        loop = asyncio.get_running_loop()
-        self._told = loop.create_task(self._health.failed())
-        loop.call_later(LINGER_SECONDS, self.stop)
+        asyncio.get_running_loop().call_later(LINGER_SECONDS, self.stop)
 
     @property
     def _host(self) -> str:

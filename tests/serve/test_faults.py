@@ -131,6 +131,21 @@ async def test_a_crash_ends_every_stream_and_turns_health(engine, monkeypatch, c
 
 
 @within(20)
+async def test_no_request_is_lost_in_a_crash(engine, monkeypatch, caplog):
+    """Requests keep coming while the engine ends; each gets a status."""
+    monkeypatch.setattr(serve.server, "LINGER_SECONDS", 0.5)
+    async with serving(engine) as (_, channel, _):
+        calls = []
+        for n in range(200):
+            if n == 100:
+                engine.fault = RuntimeError("now")
+            calls.append(asyncio.ensure_future(generate(channel, request(4000))))
+            await asyncio.sleep(0)
+        codes = {code for code, _ in await asyncio.gather(*map(code_of, calls))}
+        assert codes == {StatusCode.INTERNAL, StatusCode.UNAVAILABLE}
+
+
+@within(20)
 async def test_a_hanging_step_turns_health_until_it_ends(engine):
     async with serving(engine, stuck_seconds=0.2) as (_, channel, _):
         call = await begun(channel, request(600))

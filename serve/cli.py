@@ -8,6 +8,7 @@ from typing import cast
 import typer
 
 from serve.bench import bench_command
+from serve.chat import chat_command
 from serve.convert import convert_command
 from serve.evaluate import evaluate_command
 from serve.generate import generate_command
@@ -22,6 +23,7 @@ app = typer.Typer(
 app.command("convert")(convert_command)
 app.command("generate")(generate_command)
 app.command("serve")(serve_command)
+app.command("chat")(chat_command)
 app.command("train")(train_command)
 app.command("bench")(bench_command)
 app.command("evaluate")(evaluate_command)

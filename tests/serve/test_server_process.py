@@ -206,6 +206,42 @@ def test_a_gateway_is_told_what_is_not_for_it(gateway, name, message):
     assert raised.value.details().startswith(f"{name}: ")
 
 
+def chat(server, lines, *options):
+    """Runs `jaxspec chat` on lines of input."""
+    command = [sys.executable, "-m", "serve.cli", "chat", "--address", server.address, *map(str, options)]
+    done = subprocess.run(command, input="\n".join(lines), capture_output=True, text=True, timeout=60)
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_a_chat_goes_on(server, channel):
+    stub = generation_pb2_grpc.GenerationServiceStub(channel)
+
+    def answer(*turns):
+        messages = [pb.ChatMessage(role=role, content=content) for role, content in turns]
+        built = pb.GenerateRequest(
+            conversation=pb.Conversation(messages=messages),
+            sampling=pb.SamplingOptions(temperature=0),
+            stopping=pb.StoppingOptions(max_tokens=12),
+        )
+        return stub.Generate(built).choices[0].text
+
+    start = [("system", "Be"), ("user", "Hello")]
+    first = answer(*start)
+    second = answer(*start, ("assistant", first), ("user", "Go on"))
+    options = ("--system", "Be", "--temperature", 0, "--max-tokens", 12)
+    code, out, err = chat(server, ["Hello", "Go on", "", "/reset", "Hello", "/exit", "never"], *options)
+    assert (code, out) == (0, f"{first}\n{second}\n{first}\n")
+    assert err.count("12 tokens, ") == 3
+    assert "τ 1." in err
+
+
+def test_a_chat_tells_what_is_wrong(server):
+    code, out, err = chat(server, ["Hello"], "--temperature", -1)
+    assert (code, out) == (1, "")
+    assert "error: sampling.temperature: found -1.0, expected 0.0 to 100.0 (INVALID_ARGUMENT)" in err
+    assert "Traceback" not in err
+
+
 def test_profiles_are_written(channel, profiles):
     admin = admin_pb2_grpc.AdminServiceStub(channel)
     folder = admin.StartProfile(admin_pb2.StartProfileRequest()).folder

@@ -20,6 +20,7 @@ KERNELS_SHOWN = 12
 
 
 def bench_command(
+    invocation: typer.Context,
     shape: Annotated[str, Option(help="smollm2 or qwen3-8b; weights are random.")] = "smollm2",
     budget: Annotated[str, Option(help="Budgets to time with the drafter, with commas between.")] = "0,16,32,64",
     context: Annotated[int, Option(help="Tokens of context of each sequence.")] = 1024,
@@ -34,6 +35,8 @@ def bench_command(
     as_json: Annotated[bool, Option("--json", help="Print one JSON object on stdout, no table.")] = False,
 ) -> None:
     """Time plain steps and speculative rounds on random weights."""
+    if invocation.invoked_subcommand is not None:
+        return
     with bad_input():
         settings = Settings(
             shape, integers("--budget", budget), context, batch, devices, drafter_layers, block_size, top_k_cap,

@@ -20,7 +20,7 @@ from jaxspec.memory import available_bytes, cache_bytes_per_token, weight_bytes
 from jaxspec.pages import PageAllocator
 from jaxspec.plan import placement_of, plan_models
 from jaxspec.programs import DecodeShape, PrefillShape, Programs, bucket, replicate
-from jaxspec.requests import Completion, Request, RequestOutput
+from jaxspec.requests import Completion, EngineLoad, Request, RequestOutput, RoundCounts
 from jaxspec.round import Caches, RoundResult
 from jaxspec.sampling import work_of
 from jaxspec.state import empty_rows
@@ -178,6 +178,22 @@ class Engine:
     def has_work(self) -> bool:
         """Whether any request is unfinished."""
         return bool(self._open)
+
+    @property
+    def dtype(self) -> str:
+        """Of the weights."""
+        return str(self._programs.leaves[0].dtype)
+
+    @property
+    def load(self) -> EngineLoad:
+        """How busy the engine is; may be read from any thread."""
+        used = self.page_count - self._pages.free
+        return EngineLoad(len(self._running), len(self._waiting), used, self.page_count)
+
+    @property
+    def compiling(self) -> str | None:
+        """The program that is being compiled right now, which may take minutes; may be read from any thread."""
+        return self._programs.compiling
 
     def describe(self) -> list[tuple[str, str]]:
         """What the engine runs on and with, for a start-up banner."""
@@ -377,7 +393,7 @@ class Engine:
         for request in [r for r in self._open.values() if r.finish_reason == "abort"]:
             if request in self._waiting:
                 self._waiting.remove(request)
-            self._close(request, outputs, [])
+            self._close(request, outputs)
         return outputs
 
     def _assign_slots(self) -> None:
@@ -550,37 +566,50 @@ class Engine:
                 continue
             new: list[int] = []
             log_probs: list[TokenLogProb] = []
+            rounds: list[RoundCounts] = []
             for index in np.flatnonzero(counts[:, row]):
-                count = int(counts[index, row])
-                chosen = tokens[index, row, :count].tolist()
+                done = RoundCounts(*(int(x[index, row]) for x in (counts, accepted, drafted)))
+                chosen = tokens[index, row, : done.produced].tolist()
                 new += chosen
                 if request.sampling.log_probs is not None:
                     rows = jax.tree.map(lambda array, index=index: np.asarray(array)[index], result.log_probs)
                     log_probs += host_log_probs(rows, row, chosen, request.sampling.log_probs)
-                request.statistics.record(count, int(accepted[index, row]), int(drafted[index, row]), depth)
+                request.statistics.record(done, depth)
+                rounds.append(done)
             request.generated += new
             if request.matcher is not None:
                 request.matcher.advance(new)
             request.prefilled += len(new)
             if finished[-1, row]:
                 request.finish_reason = "stop" if request.generated[-1] in request.stop_ids else "length"
-                self._close(request, outputs, new, log_probs)
+                self._close(request, outputs, new, rounds, log_probs)
             elif new:
-                prompt = request.take_prompt_log_probs()
-                outputs.append(RequestOutput(request.id, new, log_probs=log_probs, prompt_log_probs=prompt))
+                outputs.append(self._output(request, new, rounds, log_probs))
 
     def _close(
         self,
         request: Request,
         outputs: list[RequestOutput],
-        new: list[int],
+        new: Sequence[int] = (),
+        rounds: Sequence[RoundCounts] = (),
         log_probs: Sequence[TokenLogProb] = (),
     ) -> None:
         self._release(request)
         del self._open[request.id]
-        prompt = request.take_prompt_log_probs() if new else []
-        outputs.append(
-            RequestOutput(request.id, new, request.finish_reason, request.statistics, list(log_probs), prompt)
+        outputs.append(self._output(request, new, rounds, log_probs))
+
+    def _output(
+        self, request: Request, new: Sequence[int], rounds: Sequence[RoundCounts], log_probs: Sequence[TokenLogProb]
+    ) -> RequestOutput:
+        """What a step brought for a request, the prompt's log-probabilities with its first tokens."""
+        return RequestOutput(
+            request.id,
+            list(new),
+            request.finish_reason,
+            request.statistics if request.finish_reason is not None else None,
+            tuple(rounds),
+            list(log_probs),
+            request.take_prompt_log_probs() if new else [],
         )
 
     def _release(self, request: Request) -> None:

@@ -77,6 +77,7 @@ class Programs:
       drafter: module, or None.
       make_drafting: builds the drafting functions from the modules of one device.
       report: gets one line for each program compiled.
+      compiling: the name of the program that is being compiled, else None.
     """
 
     mesh: jax.sharding.Mesh
@@ -85,6 +86,7 @@ class Programs:
     make_drafting: MakeDrafting
     report: Callable[[str], None] = lambda line: None
     compiled: dict[Any, Callable[..., Any]] = field(default_factory=dict)
+    compiling: str | None = None
 
     def __post_init__(self) -> None:
         modules = (self.target,) if self.drafter is None else (self.target, self.drafter)
@@ -284,7 +286,13 @@ class Programs:
         program = jax.shard_map(body, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
         jitted = jax.jit(program, donate_argnums=tuple(range(1, 1 + donated)))
         plain = isinstance(key, DecodeShape) and key.speculation.budget == 0
-        compiled = jitted.lower(self.leaves, *arguments).compile(compiler_options=compiler_options(self.mesh, plain))
+        self.compiling = str(key)
+        try:
+            compiled = jitted.lower(self.leaves, *arguments).compile(
+                compiler_options=compiler_options(self.mesh, plain)
+            )
+        finally:
+            self.compiling = None
         self.report(f"compiled {key} in {time.perf_counter() - began:.1f} s")
         return compiled
 

@@ -12,6 +12,9 @@ import pytest
 
 from serve.packaged import converted, packaged_gguf
 
+# These run in an environment of their own: `make test-gateway`.
+collect_ignore = ["gateway"]
+
 CACHE = Path(__file__).resolve().parent.parent / ".cache"
 
 jax.config.update("jax_compilation_cache_dir", str(CACHE / "xla-tests"))

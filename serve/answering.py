@@ -27,6 +27,7 @@ from serve.request_fields import (
 from serve.served_model import ServedModel
 from serve.streams import ChoiceStream, Piece, RequestStream
 from serve.text_stream import TextStream
+from serve.tracing import Tracing
 
 log = logging.getLogger("jaxspec.requests")
 
@@ -66,6 +67,7 @@ class Answerer:
       model: gives what is served; called only once the server is ready.
       requests: that are open.
       metrics: counts.
+      tracing: gets what is logged of each answer.
       max_request_seconds: a request may take no longer, queueing included.
       stalled_seconds: a client that takes nothing for so long is dropped.
     """
@@ -75,10 +77,11 @@ class Answerer:
         model: Callable[[], ServedModel],
         requests: OpenRequests,
         metrics: Metrics,
+        tracing: Tracing,
         max_request_seconds: float,
         stalled_seconds: float,
     ):
-        self._model, self._requests, self._metrics = model, requests, metrics
+        self._model, self._requests, self._metrics, self._tracing = model, requests, metrics, tracing
         self._max_request_seconds, self._stalled_seconds = max_request_seconds, stalled_seconds
 
     @asynccontextmanager
@@ -189,16 +192,15 @@ class Answerer:
         total = RequestStatistics()
         for choice in answering.stream.choices:
             total.merge(choice.statistics)
-        log.info(
-            "answered",
-            extra={
-                "request_id": answering.stream.id,
-                "peer": context.peer(),
-                "prompt_tokens": answering.prompt_tokens,
-                "completion_tokens": answering.completion_tokens,
-                "endings": ",".join(choice.ending.reason for choice in answering.stream.choices if choice.ending),
-                "seconds": round(answering.clocks[0].seconds, 4),
-                "seconds_to_first_token": first and round(first, 4),
-                "tau": round(total.tau, 3),
-            },
-        )
+        facts = {
+            "request_id": answering.stream.id,
+            "peer": context.peer(),
+            "prompt_tokens": answering.prompt_tokens,
+            "completion_tokens": answering.completion_tokens,
+            "endings": ",".join(choice.ending.reason for choice in answering.stream.choices if choice.ending),
+            "seconds": round(answering.clocks[0].seconds, 4),
+            "seconds_to_first_token": first and round(first, 4),
+            "tau": round(total.tau, 3),
+        }
+        log.info("answered", extra=facts)
+        self._tracing.annotate(facts)

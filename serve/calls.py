@@ -14,6 +14,7 @@ from grpc import StatusCode
 from serve.metrics import Metrics
 from serve.refusal import Refusal
 from serve.security import Security
+from serve.tracing import Tracing
 
 log = logging.getLogger("jaxspec.calls")
 
@@ -40,8 +41,8 @@ class Calls(grpc.aio.ServerInterceptor):
     INTERNAL without details.
     """
 
-    def __init__(self, security: Security, metrics: Metrics):
-        self._security, self._metrics = security, metrics
+    def __init__(self, security: Security, metrics: Metrics, tracing: Tracing):
+        self._security, self._metrics, self._tracing = security, metrics, tracing
 
     async def intercept_service(
         self,
@@ -74,29 +75,31 @@ class Calls(grpc.aio.ServerInterceptor):
         self._metrics.call_started(method)
         began = time.perf_counter()
         code = StatusCode.OK
-        try:
-            self._security.check(method, context)
-            if isinstance(request, Malformed):
-                raise Refusal(StatusCode.INVALID_ARGUMENT, f"request: not readable: {request.message}")
-            yield
-        except Refusal as refusal:
-            code = refusal.code
-            await context.abort_with_status(refusal.status())
-        except asyncio.CancelledError:
-            code = StatusCode.DEADLINE_EXCEEDED if context.time_remaining() == 0 else StatusCode.CANCELLED
-            raise
-        except grpc.aio.AbortError:
-            code = context.code()
-            raise
-        except grpc.aio.BaseError:
-            code = StatusCode.CANCELLED  # the client went away while something was sent
-            raise
-        except Exception:
-            code = StatusCode.INTERNAL
-            log.exception("%s failed", method)
-            await context.abort(code, "server: a fault of its own; its log tells more")
-        finally:
-            self._metrics.call_ended(method, code, time.perf_counter() - began)
+        with self._tracing.span(method, dict(context.invocation_metadata() or ())):
+            try:
+                self._security.check(method, context)
+                if isinstance(request, Malformed):
+                    raise Refusal(StatusCode.INVALID_ARGUMENT, f"request: not readable: {request.message}")
+                yield
+            except Refusal as refusal:
+                code = refusal.code
+                await context.abort_with_status(refusal.status())
+            except asyncio.CancelledError:
+                code = StatusCode.DEADLINE_EXCEEDED if context.time_remaining() == 0 else StatusCode.CANCELLED
+                raise
+            except grpc.aio.AbortError:
+                code = context.code()
+                raise
+            except grpc.aio.BaseError:
+                code = StatusCode.CANCELLED  # the client went away while something was sent
+                raise
+            except Exception:
+                code = StatusCode.INTERNAL
+                log.exception("%s failed", method)
+                await context.abort(code, "server: a fault of its own; its log tells more")
+            finally:
+                self._tracing.ended(code)
+                self._metrics.call_ended(method, code, time.perf_counter() - began)
 
 
 def _tolerant(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:

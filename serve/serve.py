@@ -71,6 +71,9 @@ def serve_command(
         Option("--warm-up", help="Programs compiled before serving: those of the first request, or all but long ones."),
     ] = "first",
     profile_dir: Annotated[Path | None, Option(help="Folder for the traces that AdminService takes.")] = None,
+    otlp_endpoint: Annotated[
+        str | None, Option(help="Where OpenTelemetry's collector listens for gRPC; needs the extra `telemetry`.")
+    ] = None,
     log_format: Annotated[str, Option(help="text or json.")] = "text",
 ) -> None:
     """Serve a model over gRPC."""
@@ -90,6 +93,7 @@ def serve_command(
         from serve.security import Security, read_token
         from serve.served_model import default_sampling
         from serve.server_config import ServerConfig
+        from serve.tracing import OpenTelemetry
 
         security = Security(
             certificate=tls_cert,
@@ -118,6 +122,7 @@ def serve_command(
             reflection=reflection,
             profile_folder=profile_dir,
         )
+        tracing = None if otlp_endpoint is None else OpenTelemetry.to(otlp_endpoint, {"jaxspec.model": config.name})
     use_log_format(log_format)
     use_compilation_cache()
     start_up = StartUp()
@@ -132,7 +137,7 @@ def serve_command(
         warm_up(engine, warm_up_extent)
         return engine
 
-    code, ended = asyncio.run(_run(config, engine_config.slots, load, start_up))
+    code, ended = asyncio.run(_run(config, engine_config.slots, load, start_up, tracing))
     if not ended:
         # A thread is inside XLA: the interpreter's own way out would wait for it, or pull the ground from under it.
         sys.stderr.flush()
@@ -140,11 +145,13 @@ def serve_command(
     raise typer.Exit(code)
 
 
-async def _run(config: "ServerConfig", slots: int, load: Callable[[], Any], start_up: StartUp) -> tuple[int, bool]:
+async def _run(
+    config: "ServerConfig", slots: int, load: Callable[[], Any], start_up: StartUp, tracing: Any
+) -> tuple[int, bool]:
     """Runs the server; returns the exit code, and whether its engine thread has ended."""
     from serve.server import Server
 
-    server = Server(config, slots, load, start_up.report)
+    server = Server(config, slots, load, start_up.report, tracing)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, server.stop)

@@ -24,6 +24,7 @@ from serve.open_requests import OpenRequests
 from serve.refusal import Refusal
 from serve.served_model import ServedModel
 from serve.server_config import ServerConfig
+from serve.tracing import Tracing
 
 log = logging.getLogger("jaxspec.server")
 
@@ -47,20 +48,33 @@ class Server:
       slots: of the engine.
       load: makes the engine, on the engine thread.
       report: gets each stage.
+      tracing: makes spans of calls; by default none.
 
     Attributes:
       port, dialect_port, metrics_port: in use, once `start` listens.
     """
 
-    def __init__(self, config: ServerConfig, slots: int, load: Callable[[], Any], report: Callable[[str], None]):
-        self._config, self._report = config, report
+    def __init__(
+        self,
+        config: ServerConfig,
+        slots: int,
+        load: Callable[[], Any],
+        report: Callable[[str], None],
+        tracing: Tracing | None = None,
+    ):
+        self._config, self._report, self._tracing = config, report, tracing or Tracing()
         self._model: ServedModel | None = None
         self._metrics = Metrics(config.name, self._engine_load, config.vllm_metrics)
         self._health = Health([GENERATION, MODEL])
         self._engine = EngineThread(load, self._on_crash)
         self._requests = OpenRequests(self._engine, self._health, self._metrics, slots + config.queue)
         self._answerer = Answerer(
-            self._loaded_model, self._requests, self._metrics, config.max_request_seconds, config.stalled_seconds
+            self._loaded_model,
+            self._requests,
+            self._metrics,
+            self._tracing,
+            config.max_request_seconds,
+            config.stalled_seconds,
         )
         self._fronts = [self._own_front()]
         if config.dialect is not None:
@@ -109,6 +123,7 @@ class Server:
             await asyncio.to_thread(self._metrics_server.shutdown)
             self._metrics_server.server_close()
         ended = await asyncio.to_thread(self._engine.stop, GRACE_SECONDS)
+        await asyncio.to_thread(self._tracing.close)
         self._report("stopped")
         return ended
 
@@ -190,7 +205,7 @@ class Server:
 
     def _front(self) -> grpc.aio.Server:
         front = grpc.aio.server(
-            interceptors=[Calls(self._config.security, self._metrics)],
+            interceptors=[Calls(self._config.security, self._metrics, self._tracing)],
             options=_channel_options(self._config),
             maximum_concurrent_rpcs=MAX_CALLS,
         )

@@ -84,11 +84,10 @@ class ScriptedEngine:
 
 
 @contextlib.asynccontextmanager
-async def serving(engine, **settings):
+async def serving(engine, tracing=None, **settings):
     """Yields a server, a channel to it, and the task whose result is its exit code."""
-    server = Server(
-        ServerConfig("scripted", port=0, **settings), engine.config.slots, lambda: engine, lambda line: None
-    )
+    config = ServerConfig("scripted", port=0, **settings)
+    server = Server(config, engine.config.slots, lambda: engine, lambda line: None, tracing)
     assert await server.start()
     task = asyncio.create_task(server.serve())
     try:

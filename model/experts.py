@@ -6,6 +6,7 @@ multiplied and summed in one fused loop, so that only chosen experts are read an
 and multiplied as matrices.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -20,8 +21,25 @@ from model.quantization_config import BLOCK_SIZE, GROUP_SIZE, PACKED
 from sharding.collectives import device_index
 from sharding.layout import Layout
 
-BLOCK_BYTES = 2**28  # of the weights dequantised at a time
 MOST_TILE_ROWS = 128
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What the choice between the two ways rests on.
+
+    Attributes:
+      pairs_an_expert: up to so many pairs for each expert there is, pairs are cheaper than tiles.
+      block_bytes: of the weights dequantised at a time.
+    """
+
+    pairs_an_expert: float
+    block_bytes: int
+
+
+# A GPU writes and reads a tile's dequantised expert, several times its packed bytes, and wants few, large launches. A
+# CPU runs pairs one value at a time, but keeps a single expert in its cache.
+COSTS = {"gpu": Costs(2, 2**28), "cpu": Costs(0.25, 1)}
 
 
 class ExpertLinear(nnx.Module):
@@ -123,8 +141,7 @@ class Experts(nnx.Module):
         """
         experts = (chosen - device_index(self.owners_split) * self.local).reshape(-1)  # [rows * k]
         here = (experts >= 0) & (experts < self.local)
-        # Dequantising a whole expert for a tile costs several times what a pair does.
-        few = experts.size <= 2 * self.local
+        few = experts.size <= self.costs.pairs_an_expert * self.local
         outputs = self.by_pair(x, experts, here) if few else self.by_tile(x, experts, here)  # [rows * k, hidden]
         weights = jnp.where(here.reshape(weights.shape), weights, 0)
         return (outputs.reshape(*weights.shape, -1) * weights[..., None]).sum(1).astype(x.dtype)
@@ -155,11 +172,16 @@ class Experts(nnx.Module):
         outputs = jnp.zeros((experts.size, x.shape[1]), x.dtype)
         return jax.lax.scan(block, outputs, (slots, owners))[0]
 
+    @property
+    def costs(self) -> Costs:
+        """Of the platform in use."""
+        return COSTS["cpu" if jax.default_backend() == "cpu" else "gpu"]
+
     def _tiles_in_block(self, pairs: int) -> int:
-        """As many tiles as keep the block's dequantised weights within `BLOCK_BYTES`."""
+        """As many tiles as keep the dequantised weights within `block_bytes`."""
         config, shares = self.config, self.inner_shares
         weights = 3 * config.hidden_size * config.moe_intermediate_size // shares
-        most = max(1, BLOCK_BYTES // (weights * jnp.dtype(self.dtype).itemsize))
+        most = max(1, self.costs.block_bytes // (weights * jnp.dtype(self.dtype).itemsize))
         return min(most, pairs)
 
 

@@ -42,15 +42,21 @@ class DecoderLayer(nnx.Module):
         pool: jax.Array,
         batch: ForwardBatch,
         context_mask: jax.Array,
-    ) -> tuple[jax.Array, LayerRows]:
-        """x [batch, rows, hidden] → the new residual stream and this layer's new cache rows."""
+    ) -> tuple[jax.Array, LayerRows, jax.Array | None]:
+        """x [batch, rows, hidden] → the new residual stream, this layer's new cache rows, and its chosen experts."""
         normed = self.input_layernorm(x)
         rows = self.self_attn.latent_rows(normed, tables)
-        context = context_rows(pool, batch.page_table)
+        # Behind the barrier, since the compiler would gather the contexts of all layers first and hold them all.
+        table, normed = jax.lax.optimization_barrier((batch.page_table, normed))
+        context = context_rows(pool, table)
         x = x + self.self_attn.attend(
             self.self_attn.queries(normed, tables), context, context_mask, rows, batch.visibility
         )
-        return x + self.mlp(self.post_attention_layernorm(x)), (rows,)
+        normed = self.post_attention_layernorm(x)
+        if isinstance(self.mlp, GatedMLP):
+            return x + self.mlp(normed), (rows,), None
+        mixed, chosen = self.mlp(normed)
+        return x + mixed, (rows,), chosen
 
 
 class KimiForCausalLM(nnx.Module):
@@ -88,13 +94,15 @@ class KimiForCausalLM(nnx.Module):
         tables = rotary_tables(batch.positions, self.config.rope, self.config.qk_rope_head_dim)
         places = context_positions(cache[0][0], batch.page_table.shape[1], self.layout.shares("page_rows"))
         context_mask = places < batch.context_length[:, None, None]  # [batch, 1, context]
-        rows, outputs = [], []
+        rows, outputs, chosen = [], [], []
         for layer, (pool,) in zip(self.layers, cache, strict=True):
-            x, new = layer(x, tables, pool, batch, context_mask)
+            x, new, picks = layer(x, tables, pool, batch, context_mask)
             rows.append(new)
+            chosen += [] if picks is None else [picks]
             outputs.append(x)
         tapped = jnp.concatenate([outputs[i] for i in taps], axis=-1) if taps else x[..., :0]
-        return ForwardOutput(hidden=self.norm(x), tapped=tapped, rows=tuple(rows))
+        experts = jnp.stack(chosen) if chosen else jnp.zeros((0, *batch.tokens.shape, 0), jnp.int32)
+        return ForwardOutput(hidden=self.norm(x), tapped=tapped, rows=tuple(rows), experts=experts)
 
     def embed(self, tokens: jax.Array) -> jax.Array:
         """int32 [...] → [..., hidden]; the drafter's input rows come from here too."""

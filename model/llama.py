@@ -91,7 +91,8 @@ class LlamaForCausalLM(nnx.Module):
             rows.append(new)
             outputs.append(x)
         tapped = jnp.concatenate([outputs[i] for i in taps], axis=-1) if taps else x[..., :0]
-        return ForwardOutput(hidden=self.norm(x), tapped=tapped, rows=tuple(rows))
+        experts = jnp.zeros((0, *batch.tokens.shape, 0), jnp.int32)
+        return ForwardOutput(hidden=self.norm(x), tapped=tapped, rows=tuple(rows), experts=experts)
 
     def embed(self, tokens: jax.Array) -> jax.Array:
         """int32 [...] → [..., hidden]; the drafter's input rows come from here too."""

@@ -117,7 +117,7 @@ class LatentAttention(nnx.Module):
         """[batch, rows, heads / devices, value]: one key/value head, the cache row, that all query heads share."""
         to_keys, to_values = self._expansion()
         plain, rotated = jnp.split(queries, [self.config.qk_nope_head_dim], axis=-1)
-        queries = jnp.concatenate([product("brhn,hnk->brhk", plain, to_keys), rotated], axis=-1)
+        queries = jnp.concatenate([product("hnk,brhn->brhk", to_keys, plain), rotated], axis=-1)
         if self.spread:
             mixed = attend_spread(queries, context, context_mask, rows, visibility, self.scale, self.split)
         else:

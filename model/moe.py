@@ -61,13 +61,15 @@ class MixtureOfExperts(nnx.Module):
         inner = config.n_shared_experts * config.moe_intermediate_size
         self.shared_experts = GatedMLP(config.hidden_size, inner, layout, dtype, axis="shared_mlp")
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """[batch, rows, hidden] → the same shape, equal on every device."""
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """[batch, rows, hidden] → the same shape, equal on every device, and the chosen experts [batch, rows, k]."""
         flat = x.reshape(-1, x.shape[-1])
-        routed = self.experts(flat, *self.gate(flat))
+        chosen, weights = self.gate(flat)
+        routed = self.experts(flat, chosen, weights)
         shared = self.shared_experts.partial(flat)
         split = self.experts.split
         if self.shared_experts.split == split:
-            return sum_over_devices(routed + shared, split).reshape(x.shape)
-        both = sum_over_devices(routed, split) + sum_over_devices(shared, self.shared_experts.split)
-        return both.reshape(x.shape)
+            both = sum_over_devices(routed + shared, split)
+        else:
+            both = sum_over_devices(routed, split) + sum_over_devices(shared, self.shared_experts.split)
+        return both.reshape(x.shape), chosen.reshape(*x.shape[:-1], -1)

@@ -120,6 +120,10 @@ class Tokenizer:
         """The bytes that a token stands for; b"" for an id without a token."""
         return self._pieces[index] if 0 <= index < len(self._pieces) else b""
 
+    def to_json(self) -> str:
+        """The text of a tokenizer.json that describes this tokenizer."""
+        return self._parsing.to_str()
+
     def is_special(self, index: int) -> bool:
         """Whether a token is a control token, which `decode` skips."""
         return index in self._special_ids

@@ -1,5 +1,6 @@
 """Tiny models of the DeepSeek-V3 family: as transformers makes them, and as ours with the same weights."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -10,8 +11,8 @@ import torch
 import transformers
 from jax.sharding import NamedSharding
 
-from model import kimi
-from model.kimi_config import KimiConfig
+from model import int4, kimi
+from model.kimi_config import KimiConfig, read_kimi_config
 from model.parameters import WeightSpec, fill
 from sharding.layout import DEFAULT_PLACEMENT, Placement
 from sharding.mesh import make_mesh
@@ -112,3 +113,69 @@ def ported(
         return jax.device_put(values.astype(spec.dtype), NamedSharding(mesh, layout.spec(spec.axes)))
 
     return fill(lambda: kimi.KimiForCausalLM(config, layout, dtype), leaf)
+
+
+# Quantised experts that eight devices divide both ways, in the shape that the tests' tiny drafter was made for.
+SPLIT = {
+    "num_hidden_layers": 2,
+    "moe_intermediate_size": 256,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "quantization_config": {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32},
+            }
+        },
+        "ignore": ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", r"re:.*mlp\.(gate|up|down)_proj.*"],
+    },
+}
+
+
+def random_weight(name: str, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """A weight that depends on its name alone, wide enough for peaked, varied outputs."""
+    rng = np.random.default_rng(list(name.encode()))
+    if dtype == jnp.int32:
+        return rng.integers(-(2**31), 2**31, shape).astype(np.int32)
+    if name.endswith("weight_scale"):
+        return np.asarray(rng.uniform(0.02, 0.05, shape), jnp.bfloat16)
+    if name.endswith("e_score_correction_bias"):
+        return rng.normal(0, 0.1, shape)
+    if len(shape) == 1:
+        return rng.normal(1, 0.2, shape)
+    return rng.normal(0, 1.3 / np.sqrt(shape[-1]), shape)
+
+
+def twin_of(target: kimi.KimiForCausalLM) -> kimi.KimiForCausalLM:
+    """The target with its INT4 experts dequantised: bf16(q · scale), as the format defines them."""
+    config = dataclasses.replace(target.config, quantization=None)
+
+    def of(name: str) -> np.ndarray:
+        layer: Any = target
+        for part in name.split(".")[:-1]:
+            layer = layer[int(part)] if part.isdigit() else getattr(layer, part)
+        if ".mlp.experts." not in name:
+            return np.asarray(getattr(layer, name.rsplit(".", 1)[1])[...])
+        scale = np.asarray(layer.weight_scale[...], np.float32).repeat(32, axis=-1)
+        weights = int4.unpack(np.asarray(layer.weight_packed[...])) * scale
+        return weights.astype(jnp.bfloat16).astype(np.float32)
+
+    return ported(config, of)
+
+
+def tiny_kimi(
+    changes: dict[str, Any] | None = None, devices: int = 1, placement: Placement = DEFAULT_PLACEMENT
+) -> kimi.KimiForCausalLM:
+    """A target of random weights, INT4 experts by default; equal ones on every mesh."""
+    config = read_kimi_config(SIZES | (SPLIT if changes is None else changes))
+    layout, mesh = kimi.layout_of(config, devices, placement), make_mesh(devices)
+
+    def leaf(spec: WeightSpec) -> jax.Array:
+        values = np.asarray(random_weight(spec.name, spec.shape, spec.dtype), spec.dtype)
+        return jax.device_put(values, NamedSharding(mesh, layout.spec(spec.axes)))
+
+    return fill(lambda: kimi.KimiForCausalLM(config, layout, jnp.float32), leaf)

@@ -1,0 +1,67 @@
+"""Kimi's path through rounds: every layout answers what plain decoding on one device answers, and leaves no trace."""
+
+import pytest
+
+from jaxspec.config import SpeculationConfig
+from model.target import Target
+from sharding.layout import Placement
+from tests.builders import DFLASH, Plan
+from tests.kimi_models import tiny_kimi, twin_of
+from tests.round_bench import (
+    ANSWER,
+    PROMPTS,
+    SEEDS,
+    SLOTS,
+    Bench,
+    assert_same_rows,
+    run_to_the_end,
+)
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+PAGE = 8
+CALLS = 5  # of eight plain rounds
+LAYOUTS = {
+    "experts split, cache by sequence": (8, Placement("tensor", PAGE)),
+    "whole experts": (8, Placement("expert")),
+    "whole experts, cache by sequence": (2, Placement("expert", PAGE)),
+}
+
+
+def decoded_plainly(target: Target) -> Bench:
+    bench = Bench([Plan(0, [0], [])], 1, target, PAGE)
+    bench.prefill(16)
+    for _ in range(CALLS):
+        bench.decode(SpeculationConfig(budget=0, top_k_cap=3, rounds_per_call=8), [64] * SLOTS)
+    return bench
+
+
+@pytest.fixture(scope="module")
+def plain() -> Bench:
+    """Plain decoding on one device, one request greedily and two sampled; the drafter's cache is written there too."""
+    bench = decoded_plainly(tiny_kimi())
+    assert [len(answer) for answer in bench.answers()] == [ANSWER] * 3 + [0]
+    assert all(len(set(answer)) > 5 for answer in bench.answers()[:3]), "varied answers"
+    return bench
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_only_accepted_rows_are_written_and_they_are_plain_decodings(plain: Bench, layout: str) -> None:
+    devices, placement = LAYOUTS[layout]
+    answers = plain.answers()
+    rounds = [[(7, 0), (3, 1), (0, 0), (5, 2)] * 10, [], [(1, 2), (6, 0)] * 20]
+    plans = [Plan(*of) for of in zip(SEEDS, PROMPTS, answers, rounds, strict=False)]
+    bench = Bench(plans, devices, tiny_kimi(devices=devices, placement=placement), PAGE)
+    target = bench.programs.target
+    assert target.layout.splits("page_rows") == bool(placement.page_rows)
+    assert target.layout.splits("experts") == (placement.experts == "expert") != target.layout.splits("expert_mlp")
+    lengths_seen = run_to_the_end(bench)
+    assert lengths_seen >= {0, 1, 3, 5, 6, DFLASH.depth}
+    assert bench.answers() == answers
+    assert_same_rows(bench, plain)
+
+
+def test_int4_experts_answer_as_their_dequantised_twin(plain: Bench) -> None:
+    twin = twin_of(plain.programs.target)
+    assert twin.config.quantization is None
+    assert decoded_plainly(twin).answers() == plain.answers()

@@ -1,16 +1,18 @@
 """Conversion of a published checkpoint: a plan that accounts for every tensor, then parts written one by one.
 
-Nothing is written before the plan stands and the tokenizer is read. Memory holds one part and a block of rows, whatever
-the checkpoint's size.
+Nothing is written before the plan stands and the tokenizer is read. Memory holds the part that is written, the next
+one, which is read meanwhile, and a block of rows, whatever the checkpoint's size.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import jax.numpy as jnp
+import numpy as np
 
 from model.assembly import Recipe, plan_recipes, read_slab
 from model.families import FAMILIES, Kind, family_of
@@ -107,11 +109,11 @@ def convert(
     tokenizer.mkdir(exist_ok=True)
     source.write_tokenizer(tokenizer)
     for part in plan.parts:
-        if part.name not in writer.finished:
-            writer.add(
-                part,
-                {s.tensor.name: read_slab(source, plan.recipes[s.tensor.name], s) for s in part.slabs},
-            )
+        if part.name in writer.finished:
+            progress(part)
+    missing = [part for part in plan.parts if part.name not in writer.finished]
+    for part, arrays in _read_ahead(source, plan, missing):
+        writer.add(part, arrays)
         progress(part)
     about = {
         "kind": plan.kind,
@@ -131,6 +133,25 @@ def is_converted(output: Path, source: Source, plan: ConversionPlan) -> bool:
         case {"source": {"fingerprint": fingerprint}, "dtype": dtype}:
             return (fingerprint, dtype) == (source.fingerprint, plan.dtype)
     return False
+
+
+def _read_ahead(
+    source: Source, plan: ConversionPlan, parts: Sequence[Part]
+) -> Iterator[tuple[Part, dict[str, np.ndarray]]]:
+    """Each part and its arrays; the next part is read while the caller writes this one."""
+
+    def read(part: Part) -> dict[str, np.ndarray]:
+        return {slab.tensor.name: read_slab(source, plan.recipes[slab.tensor.name], slab) for slab in part.slabs}
+
+    with ThreadPoolExecutor(1) as reader:
+        begun: tuple[Part, Future[dict[str, np.ndarray]]] | None = None
+        for part in parts:
+            following = part, reader.submit(read, part)
+            if begun:
+                yield begun[0], begun[1].result()
+            begun = following
+        if begun:
+            yield begun[0], begun[1].result()
 
 
 def _check_tokenizer(source: Source, kind: Kind) -> None:

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -17,9 +18,10 @@ CHUNK_BYTES = 16 * 2**20  # Orbax writes a part in pieces of about this size.
 
 def write_part(folder: Path, part: Part, arrays: Mapping[str, np.ndarray]) -> Digests:
     """Writes one part into `folder` (it appears whole or not at all) and returns its digests."""
-    with _orbax():
+    with ThreadPoolExecutor(1) as beside, _orbax():
+        digests = beside.submit(lambda: {name: digest(array) for name, array in arrays.items()})
         ocp.save(_part_path(folder, part).absolute(), dict(arrays))
-    return {name: digest(array) for name, array in arrays.items()}
+        return digests.result()
 
 
 def digest(array: np.ndarray) -> str:

@@ -3,7 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -198,15 +198,19 @@ def test_every_tensor_is_read_once_and_onwards(tmp_path):
     seen: list[str] = []
     read = source.read
     source.read = lambda name, *rows: (seen.append(name), read(name, *rows))[1]
-    ends = [0]
-    convert(source, plan, tmp_path / "out", progress=lambda part: ends.append(len(seen)))
+    convert(source, plan, tmp_path / "out")
     assert len(seen) == len(set(seen))
     assert set(seen) == {name for name in place if "language_model" in name and not name.endswith("weight_shape")}
-    places = [place[name] for name in seen]
-    starts = [places[end] for end in ends[:-1]]
-    assert starts == sorted(starts), "parts follow one another as the files do"
-    for start, end in pairwise(ends):
-        assert places[start:end] == sorted(places[start:end]), "and so do the tensors of a part"
+    holds = {}
+    for part in plan.parts:
+        for slab in part.slabs:
+            recipe = plan.recipes[slab.tensor.name]
+            names = recipe.names[slab.start : slab.stop] if recipe.stacked else recipe.names
+            holds |= dict.fromkeys(names, part.name)
+    runs = [(part, [place[name] for name in names]) for part, names in groupby(seen, key=holds.get)]
+    assert [part for part, _ in runs] == [part.name for part in plan.parts], "part after part"
+    assert [places[0] for _, places in runs] == sorted(places[0] for _, places in runs), "as the files go on"
+    assert all(places == sorted(places) for _, places in runs)
 
 
 def without(name: str) -> Callable[[Tensors], None]:

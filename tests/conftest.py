@@ -49,8 +49,3 @@ def smollm2_checkpoint(smollm2_gguf: Path) -> Path:
 def smollm2_drafter() -> Path:
     """The drafter that the project ships, converted to float32."""
     return converted(CACHE.parent / "drafters" / "smollm2-135m-dflash", CACHE / "checkpoints")
-
-
-@pytest.fixture(scope="module")
-def quick_compile() -> None:
-    """All tests compile quickly."""

@@ -19,8 +19,6 @@ from jaxspec.v1 import admin_pb2, admin_pb2_grpc, generation_pb2_grpc, model_pb2
 from jaxspec.v1 import generation_pb2 as pb
 from tests.serve.server_process import CONTEXT, ServerProcess, tiny_models
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 SLOTS, QUEUE = 2, 8
 GREEDY = {"temperature": 0}
 
@@ -63,7 +61,7 @@ def admin(channel):
 
 
 @pytest.fixture(scope="module")
-def plain(folders, quick_compile):
+def plain(folders):
     """The target alone: what every answer must equal."""
     return Engine.from_checkpoints(folders[0], config=EngineConfig(slots=1, max_context=256))
 

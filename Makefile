@@ -17,7 +17,7 @@ test: .venv/.installed-test
 	$(BIN)/python -m pytest -m "not slow" --timeout=600 -n 2 --dist loadfile --durations=15
 
 test-full: .venv/.installed-test
-	$(BIN)/python -m pytest -n auto
+	JAX_DISABLE_MOST_OPTIMIZATIONS=0 XLA_FLAGS=--xla_cpu_use_fusion_emitters=true $(BIN)/python -m pytest -n auto
 
 # The gateway and its client are tools of others, with dependencies of their own.
 test-gateway: .venv/.installed-test .venv-gateway/.installed

@@ -4,9 +4,9 @@ import asyncio
 import logging
 import re
 import secrets
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from grpc import StatusCode
@@ -16,7 +16,14 @@ from jaxspec.v1 import generation_pb2 as pb
 from serve.metrics import AnswerClock, Metrics
 from serve.open_requests import OpenRequests
 from serve.refusal import Refusal, invalid
-from serve.request_fields import check_fields, sampling_params, sampling_values, stop_strings
+from serve.request_fields import (
+    check_fields,
+    grammar,
+    refused_by_engine,
+    sampling_params,
+    sampling_values,
+    stop_strings,
+)
 from serve.served_model import ServedModel
 from serve.streams import ChoiceStream, Piece, RequestStream
 from serve.text_stream import TextStream
@@ -35,16 +42,22 @@ class Answering:
     Attributes:
       stream: brings its pieces.
       model: the name of what answers.
+      prompt: its token ids.
       text, token_ids: whether the client wants them.
     """
 
     stream: RequestStream
     model: str
-    prompt_tokens: int
+    prompt: Sequence[int]
     text: bool
     token_ids: bool
     clocks: list[AnswerClock]
     completion_tokens: int = 0
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.prompt)
 
 
 class Answerer:
@@ -116,7 +129,13 @@ class Answerer:
             raise invalid("sampling.choices", choices, f"1 to {limit}")
         values = model.default_sampling | sampling_values(request)
         values.setdefault("seed", secrets.randbits(32))  # one for all choices, whose noise differs by their number
+        values["grammar"] = grammar(request)
         sampling_params(values)
+        if values["grammar"] is not None:
+            try:  # here, where it holds up no other request
+                await model.prompts.in_thread(lambda: values["grammar"].compiled)
+            except ValueError as error:
+                raise refused_by_engine(error) from error
         prompt_field, prompt = await model.prompts.read(request)
         room = model.max_context - len(prompt)
         if values.setdefault("max_tokens", max(room, 1)) > room >= 1:
@@ -139,10 +158,12 @@ class Answerer:
 
         stream = RequestStream(request_id, [choice_stream(index) for index in range(choices)])
         sampling = [sampling_params(values | {"choice": index}) for index in range(choices)]
+        # The prompt's log-probabilities are the same for every choice.
+        sampling[1:] = [replace(params, prompt_log_probs=None) for params in sampling[1:]]
         self._requests.admit(stream, prompt, sampling, prompt_field)
         self._metrics.admitted(len(prompt))
         clocks = [AnswerClock(self._metrics) for _ in range(choices)]
-        return Answering(stream, model.name, len(prompt), wants_text, wants_ids, clocks)
+        return Answering(stream, model.name, prompt, wants_text, wants_ids, clocks)
 
     async def pieces(self, answering: Answering) -> AsyncIterator[Piece]:
         """The stream's pieces, measured."""

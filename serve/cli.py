@@ -13,6 +13,7 @@ from serve.chat import chat_command
 from serve.convert import convert_command
 from serve.evaluate import evaluate_command
 from serve.generate import generate_command
+from serve.plan import plan_command
 from serve.serve import serve_command
 from serve.train import train_command
 
@@ -23,6 +24,7 @@ app = typer.Typer(
 )
 app.command("convert")(convert_command)
 app.command("generate")(generate_command)
+app.command("plan")(plan_command)
 app.command("serve")(serve_command)
 app.command("chat")(chat_command)
 app.command("train")(train_command)

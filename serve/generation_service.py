@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from jaxspec.log_probs import TokenLogProb
 from jaxspec.requests import RequestStatistics
 from jaxspec.v1 import generation_pb2 as pb
 from jaxspec.v1.generation_pb2_grpc import GenerationServiceServicer
@@ -25,16 +26,23 @@ class GenerationService(GenerationServiceServicer):
         """Answers once."""
         async with self._answerer.answering(request, context) as answering:
             choices = [pb.Choice(index=choice.index) for choice in answering.stream.choices]
+            prompt_logprobs: list[pb.TokenLogProbs] = []
             async for piece in self._answerer.pieces(answering):
                 choice = choices[piece.choice]
                 if answering.text:
                     choice.text += piece.text
                 if answering.token_ids:
                     choice.token_ids.extend(piece.tokens)
+                choice.logprobs.extend(map(_log_probs, piece.log_probs))
+                prompt_logprobs += map(_log_probs, piece.prompt_log_probs)
                 if piece.ending is not None:
                     choice.ending.CopyFrom(_ending(piece.ending, answering.stream.choices[piece.choice].statistics))
             return pb.GenerateResponse(
-                request_id=answering.stream.id, model=answering.model, choices=choices, usage=_usage(answering)
+                request_id=answering.stream.id,
+                model=answering.model,
+                choices=choices,
+                usage=_usage(answering),
+                prompt_logprobs=prompt_logprobs,
             )
 
     async def GenerateStream(self, request: pb.GenerateStreamRequest, context: Any) -> None:
@@ -60,7 +68,9 @@ class GenerationService(GenerationServiceServicer):
                     delta.text = piece.text
                 if answering.token_ids:
                     delta.token_ids.extend(piece.tokens)
-                if delta.text or delta.token_ids:
+                delta.logprobs.extend(map(_log_probs, piece.log_probs))
+                delta.prompt_logprobs.extend(map(_log_probs, piece.prompt_log_probs))
+                if piece.tokens or delta.text:
                     await write(delta=delta)
                 if piece.ending is not None:
                     running -= 1
@@ -80,6 +90,11 @@ def statistics_message(statistics: RequestStatistics) -> pb.SpeculationStatistic
         mean_acceptance_length=1 + accepted / rounds if rounds else 0.0,
         draft_acceptance_rate=accepted / drafted if drafted else 0.0,
     )
+
+
+def _log_probs(entry: TokenLogProb) -> pb.TokenLogProbs:
+    top = [pb.TopLogProb(token_id=token, logprob=log_prob) for token, log_prob in entry.top]
+    return pb.TokenLogProbs(token_id=entry.token, logprob=entry.log_prob, top=top)
 
 
 def _ending(ending: Ending, statistics: RequestStatistics) -> pb.Ending:

@@ -7,6 +7,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from grpc import StatusCode
 
 from jaxspec.config import SamplingParams
+from jaxspec.grammar import Grammar
 from jaxspec.v1.generation_pb2 import GenerateRequest
 from serve.refusal import Refusal, invalid
 
@@ -17,9 +18,16 @@ SAMPLING_FIELDS = {
     "sampling.top_p": "top_p",
     "sampling.min_p": "min_p",
     "sampling.seed": "seed",
+    "sampling.repetition_penalty": "repetition_penalty",
+    "sampling.presence_penalty": "presence_penalty",
+    "sampling.frequency_penalty": "frequency_penalty",
+    "sampling.logit_bias": "logit_bias",
     "stopping.max_tokens": "max_tokens",
+    "stopping.min_tokens": "min_tokens",
     "stopping.stop_token_ids": "stop_token_ids",
     "stopping.ignore_eos": "ignore_eos",
+    "output.logprobs": "log_probs",
+    "output.prompt_logprobs": "prompt_log_probs",
 }
 # Fields that the server itself acts on.
 SERVER_FIELDS = (
@@ -34,11 +42,16 @@ SERVER_FIELDS = (
     "output.text",
     "output.token_ids",
     "output.skip_special_tokens",
+    "structured_output.json_schema",
+    "structured_output.regex",
+    "structured_output.grammar",
+    "structured_output.json_object",
 )
 SUPPORTED_FIELDS = (*SERVER_FIELDS, *SAMPLING_FIELDS)
 
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 256
+MAX_GRAMMAR_CHARACTERS = 1 << 18
 MAX_PARTS = 16384  # of a repeated field that holds messages
 
 
@@ -56,7 +69,7 @@ def sampling_values(request: GenerateRequest) -> dict[str, Any]:
         descriptor = block.DESCRIPTOR.fields_by_name[field]
         if descriptor.is_repeated:
             if value := getattr(block, field):
-                values[name] = tuple(value)
+                values[name] = tuple(value.items() if descriptor.message_type is not None else value)
         elif block.HasField(field):
             values[name] = getattr(block, field)
     return values
@@ -78,7 +91,8 @@ def refused_by_engine(error: ValueError, prompt_field: str = "prompt") -> Refusa
     """
     name, colon, rest = str(error).partition(": ")
     name = name.removeprefix("SamplingParams.")
-    paths = {name: path for path, name in SAMPLING_FIELDS.items()} | {"prompt": prompt_field}
+    paths = {name: path for path, name in SAMPLING_FIELDS.items()}
+    paths |= {"prompt": prompt_field, "grammar": "structured_output"}
     field = paths.get(name, name)
     return Refusal(StatusCode.INVALID_ARGUMENT, f"{field}{colon}{rest}", field=field if colon else "")
 
@@ -92,6 +106,19 @@ def stop_strings(request: GenerateRequest) -> list[str]:
         if not 1 <= len(stop) <= MAX_STOP_CHARACTERS:
             raise invalid("stopping.stop", f"{len(stop)} characters", f"1 to {MAX_STOP_CHARACTERS} in each")
     return stops
+
+
+def grammar(request: GenerateRequest) -> Grammar | None:
+    """What the request says its answer must look like; raises Refusal where that is too long."""
+    rule = request.structured_output.WhichOneof("rule")
+    if rule is None or (rule == "json_object" and not request.structured_output.json_object):
+        return None
+    if rule == "json_object":
+        return Grammar("json_schema", '{"type": "object"}')
+    source = getattr(request.structured_output, rule)
+    if not 1 <= len(source) <= MAX_GRAMMAR_CHARACTERS:
+        raise invalid(f"structured_output.{rule}", f"{len(source)} characters", f"1 to {MAX_GRAMMAR_CHARACTERS}")
+    return Grammar("lark" if rule == "grammar" else rule, source)
 
 
 def _check_fields(message: Message, prefix: str, whole: bool) -> None:

@@ -8,6 +8,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from jaxspec.log_probs import TokenLogProb
 from jaxspec.requests import RequestOutput, RequestStatistics
 from serve.refusal import Refusal
 from serve.text_stream import TextStream
@@ -33,6 +34,8 @@ class Piece:
 
     Attributes:
       from_draft: how many of the tokens were drafted.
+      log_probs: of `tokens`, where asked for.
+      prompt_log_probs: of the prompt's tokens from the second on, once, where asked for.
       ending: with the last piece.
     """
 
@@ -40,6 +43,8 @@ class Piece:
     text: str = ""
     tokens: list[int] = field(default_factory=list)
     from_draft: int = 0
+    log_probs: list[TokenLogProb] = field(default_factory=list)
+    prompt_log_probs: list[TokenLogProb] = field(default_factory=list)
     ending: Ending | None = None
 
 
@@ -67,6 +72,7 @@ class ChoiceStream:
     def push(self, output: RequestOutput) -> None:
         """Adds what the engine brought; nothing after the end."""
         start = 0
+        self._piece.prompt_log_probs += output.prompt_log_probs
         for counts in output.rounds:
             if self.ending is not None:
                 return
@@ -74,6 +80,7 @@ class ChoiceStream:
             start += len(tokens)
             last = start == len(output.tokens) and output.finish_reason == "stop"
             kept = self._push_round(tokens, stop_token=last)
+            self._piece.log_probs += output.log_probs[start - len(tokens) : start - len(tokens) + kept]
             accepted = min(counts.accepted, kept)
             self.statistics.record(replace(counts, produced=kept, accepted=accepted), self._depth)
             self._piece.from_draft += accepted

@@ -6,10 +6,11 @@ from typing import Any
 from grpc import StatusCode
 from smg_grpc_proto import vllm_engine_pb2
 
+from jaxspec.log_probs import TokenLogProb
 from jaxspec.requests import RequestStatistics
 from jaxspec.v1.generation_pb2 import GenerateRequest
 from serve.refusal import Refusal, invalid
-from serve.streams import Ending
+from serve.streams import Ending, Piece
 
 # Their sampling parameter → our field. A scalar that is zero there is unset, but for those marked `optional`.
 FIELDS = {
@@ -74,25 +75,34 @@ def to_request(theirs: vllm_engine_pb2.GenerateRequest) -> GenerateRequest:
     return ours
 
 
-def chunk(index: int, tokens: Sequence[int], prompt_tokens: int, completion_tokens: int) -> Any:
+def chunk(piece: Piece, prompt: Sequence[int], completion_tokens: int) -> Any:
     """New tokens of one choice."""
     return vllm_engine_pb2.GenerateResponse(
         chunk=vllm_engine_pb2.GenerateStreamChunk(
-            token_ids=tokens, prompt_tokens=prompt_tokens, completion_tokens=completion_tokens, index=index
+            token_ids=piece.tokens,
+            prompt_tokens=len(prompt),
+            completion_tokens=completion_tokens,
+            index=piece.choice,
+            output_logprobs=_output_log_probs(piece.log_probs),
+            input_logprobs=_input_log_probs(prompt, piece.prompt_log_probs),
         )
     )
 
 
-def complete(
-    index: int, tokens: Sequence[int], ending: Ending, prompt_tokens: int, statistics: RequestStatistics
-) -> Any:
-    """The end of one choice, with all its tokens."""
+def complete(whole: Piece, ending: Ending, prompt: Sequence[int], statistics: RequestStatistics) -> Any:
+    """The end of one choice.
+
+    Args:
+      whole: all its pieces joined; without log-probabilities where chunks brought them.
+    """
     message = vllm_engine_pb2.GenerateComplete(
-        output_ids=tokens,
+        output_logprobs=_output_log_probs(whole.log_probs),
+        input_logprobs=_input_log_probs(prompt, whole.prompt_log_probs),
+        output_ids=whole.tokens,
         finish_reason=ending.reason,
-        prompt_tokens=prompt_tokens,
-        completion_tokens=len(tokens),
-        index=index,
+        prompt_tokens=len(prompt),
+        completion_tokens=len(whole.tokens),
+        index=whole.choice,
         spec_accepted_tokens=statistics.accepted,
         spec_draft_tokens=statistics.drafted,
     )
@@ -101,6 +111,36 @@ def complete(
     elif ending.stop_string is not None:
         message.matched_stop_str = ending.stop_string
     return vllm_engine_pb2.GenerateResponse(complete=message)
+
+
+def _output_log_probs(entries: Sequence[TokenLogProb]) -> Any:
+    if not entries:
+        return None
+    return vllm_engine_pb2.OutputLogProbs(
+        token_logprobs=[entry.log_prob for entry in entries],
+        token_ids=[entry.token for entry in entries],
+        top_logprobs=[_top(entry) for entry in entries],
+    )
+
+
+def _input_log_probs(prompt: Sequence[int], entries: Sequence[TokenLogProb]) -> Any:
+    if not entries:
+        return None
+    # Nothing comes before the first token, so its entry is there and empty.
+    return vllm_engine_pb2.InputLogProbs(
+        token_logprobs=[
+            vllm_engine_pb2.InputTokenLogProb(),
+            *(vllm_engine_pb2.InputTokenLogProb(value=entry.log_prob) for entry in entries),
+        ],
+        token_ids=prompt,
+        top_logprobs=[vllm_engine_pb2.TopLogProbs(), *(_top(entry) for entry in entries)],
+    )
+
+
+def _top(entry: TokenLogProb) -> Any:
+    return vllm_engine_pb2.TopLogProbs(
+        values=[log_prob for _, log_prob in entry.top], token_ids=[token for token, _ in entry.top]
+    )
 
 
 def _set(ours: GenerateRequest, path: str, their_name: str, value: Any) -> None:

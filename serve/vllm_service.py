@@ -21,6 +21,7 @@ from serve.health import Health, State
 from serve.open_requests import OpenRequests
 from serve.refusal import Refusal
 from serve.served_model import ServedModel
+from serve.streams import Piece
 from serve.vllm_dialect import chunk, complete, to_request
 
 CHUNK_BYTES = 64 << 10
@@ -54,17 +55,18 @@ class VllmService(vllm_engine_pb2_grpc.VllmEngineServicer):
         async with self._answerer.answering(to_request(request), context) as answering:
             # On its own: gRPC can't tell a client that takes nothing how its call ended before this is out.
             await context.send_initial_metadata(())
-            tokens: list[list[int]] = [[] for _ in answering.stream.choices]
+            wholes = [Piece(choice.index) for choice in answering.stream.choices]
             async for piece in self._answerer.pieces(answering):
-                index, all_tokens = piece.choice, tokens[piece.choice]
-                all_tokens += piece.tokens
-                if request.stream and piece.tokens:
-                    message = chunk(index, piece.tokens, answering.prompt_tokens, len(all_tokens))
-                    await self._answerer.write(context, message)
+                whole = wholes[piece.choice]
+                whole.tokens += piece.tokens
+                if not request.stream:
+                    whole.log_probs += piece.log_probs
+                    whole.prompt_log_probs += piece.prompt_log_probs
+                elif piece.tokens:
+                    await self._answerer.write(context, chunk(piece, answering.prompt, len(whole.tokens)))
                 if piece.ending is not None:
-                    statistics = answering.stream.choices[index].statistics
-                    message = complete(index, all_tokens, piece.ending, answering.prompt_tokens, statistics)
-                    await self._answerer.write(context, message)
+                    statistics = answering.stream.choices[piece.choice].statistics
+                    await self._answerer.write(context, complete(whole, piece.ending, answering.prompt, statistics))
 
     async def Embed(self, request: Any, context: Any) -> Any:
         """A generating model embeds nothing."""

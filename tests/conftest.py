@@ -1,11 +1,17 @@
-"""What every test shares: eight virtual devices, a compilation cache, and the real SmolLM2 target."""
+"""What every test shares: eight virtual devices, quick compilation and its cache, and the real SmolLM2 target."""
 
+import gc
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
+# The same XLA programs, their machine code made the quick way. `make test-full` has it made as in use.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
+os.environ["XLA_FLAGS"] = (
+    "--xla_force_host_platform_device_count=8 --xla_cpu_use_fusion_emitters=false "
+    f"--xla_cpu_parallel_codegen_split_count=1 {os.environ.get('XLA_FLAGS', '')}"
+)
 
 import jax
 import pytest
@@ -19,6 +25,12 @@ CACHE = Path(__file__).resolve().parent.parent / ".cache"
 
 jax.config.update("jax_compilation_cache_dir", str(CACHE / "xla-tests"))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+def pytest_collection_finish() -> None:
+    """What imports made lives until the end; the collector need not look at it again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
@@ -37,11 +49,3 @@ def smollm2_checkpoint(smollm2_gguf: Path) -> Path:
 def smollm2_drafter() -> Path:
     """The drafter that the project ships, converted to float32."""
     return converted(CACHE.parent / "drafters" / "smollm2-135m-dflash", CACHE / "checkpoints")
-
-
-@pytest.fixture(scope="module")
-def quick_compile() -> Iterator[None]:
-    """Leaves out LLVM's own optimisations: the same XLA program, compiled in about half the time."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)

@@ -241,7 +241,8 @@ async def test_deadlines_of_client_and_server(engine):
         assert code == StatusCode.DEADLINE_EXCEEDED
         assert "took longer than 0.3 s" in message
         await until(lambda: not engine.has_work)
-        assert len(engine.aborted) == 2
+        # A call that ends while its deadline passes may ask twice, which changes nothing.
+        assert len({request_id for request_id, _ in engine.aborted}) == 2
 
 
 # A reader that stalls

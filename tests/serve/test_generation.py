@@ -1,6 +1,7 @@
 """GenerationService and ModelService of a real server process, over loopback, against the engine used directly."""
 
 import json
+import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -13,11 +14,10 @@ from grpc_status import rpc_status
 
 from jaxspec.config import EngineConfig, SamplingParams
 from jaxspec.engine import Engine
+from jaxspec.grammar import Grammar
 from jaxspec.v1 import admin_pb2, admin_pb2_grpc, generation_pb2_grpc, model_pb2, model_pb2_grpc
 from jaxspec.v1 import generation_pb2 as pb
 from tests.serve.server_process import CONTEXT, ServerProcess, tiny_models
-
-pytestmark = pytest.mark.usefixtures("quick_compile")
 
 SLOTS, QUEUE = 2, 8
 GREEDY = {"temperature": 0}
@@ -61,7 +61,7 @@ def admin(channel):
 
 
 @pytest.fixture(scope="module")
-def plain(folders, quick_compile):
+def plain(folders):
     """The target alone: what every answer must equal."""
     return Engine.from_checkpoints(folders[0], config=EngineConfig(slots=1, max_context=256))
 
@@ -156,6 +156,77 @@ def test_sampled_choices_are_those_of_the_engine(generation, plain):
     assert sorted(end.choice for end in ends) == [0, 1, 2]
     assert [end.HasField("usage") for end in ends] == [False, False, True]
     assert ends[-1].usage == answer.usage
+
+
+PENALTIES = {
+    "repetition_penalty": 1.5,
+    "presence_penalty": 0.5,
+    "frequency_penalty": 0.25,
+    "logit_bias": {65: 2.0, 66: -100.0},
+}
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_adjusted_answers_and_log_probs_are_the_plain_engines(generation, plain, temperature):
+    prompt = plain.tokenizer.encode("Hello")
+    settings = PENALTIES | {"logit_bias": tuple(PENALTIES["logit_bias"].items())}
+    expected = plain.generate(
+        [prompt],
+        SamplingParams(
+            **settings, temperature=temperature, seed=5, max_tokens=24, min_tokens=4, log_probs=3, prompt_log_probs=0
+        ),
+    )[0]
+    asked = request(
+        sampling=PENALTIES | {"temperature": temperature, "seed": 5},
+        stopping__min_tokens=4,
+        output__logprobs=3,
+        output__prompt_logprobs=0,
+    )
+    tokens, _, _, events = streamed(generation, asked)
+    assert tokens == expected.tokens
+    assert 66 not in tokens
+    answer = generation.Generate(asked)
+    streams = [
+        [entry for event in events for entry in event.delta.logprobs],
+        [entry for event in events for entry in event.delta.prompt_logprobs],
+    ]
+    for sent, whole, wanted, top in (
+        (streams[0], answer.choices[0].logprobs, expected.log_probs, 3),
+        (streams[1], answer.prompt_logprobs, expected.prompt_log_probs, 0),
+    ):
+        assert [entry.token_id for entry in sent] == [entry.token_id for entry in whole]
+        assert [entry.token_id for entry in sent] == [entry.token for entry in wanted]
+        assert [entry.logprob for entry in sent] == pytest.approx([entry.log_prob for entry in wanted], abs=1e-4)
+        assert {len(entry.top) for entry in sent} == {top}
+    assert [entry.token for entry in expected.prompt_log_probs] == prompt[1:]
+
+
+@pytest.mark.parametrize(
+    ("rule", "check"),
+    [
+        ({"regex": "(yes|no)[!?]{2,5}"}, lambda text: re.fullmatch("(yes|no)[!?]{2,5}", text)),
+        ({"grammar": 'start: "a" /[0-9]{3}/'}, lambda text: re.fullmatch("a[0-9]{3}", text)),
+        (
+            {"json_schema": '{"enum": ["red", "green"], "x-guidance": {"whitespace_flexible": false}}'},
+            lambda text: json.loads(text) in ("red", "green"),
+        ),
+    ],
+)
+def test_structured_answers_meet_their_rule_with_trees_and_without(generation, plain, rule, check):
+    asked = request(sampling={"temperature": 1, "seed": 3}, structured_output=rule)
+    tokens, text, finished, _ = streamed(generation, asked)
+    assert check(text)
+    assert finished.ending.reason == pb.FINISH_REASON_STOP
+    (kind, source), *_ = rule.items()
+    params = SamplingParams(
+        temperature=1, seed=3, max_tokens=24, grammar=Grammar("lark" if kind == "grammar" else kind, source)
+    )
+    assert tokens == plain.generate([plain.tokenizer.encode("Hello")], params)[0].tokens
+
+
+def test_any_json_object_can_be_asked_for(generation):
+    asked = request(sampling={"temperature": 1, "seed": 3}, structured_output__json_object=True, max_tokens=8)
+    assert streamed(generation, asked)[1].lstrip().startswith("{")
 
 
 def test_a_drawn_seed_differs_from_call_to_call(generation):
@@ -358,11 +429,45 @@ INVALID, UNIMPLEMENTED = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMP
         (request(request_id="x" * 129), INVALID, "request_id", "expected 1 to 128 characters"),
         (request(output__text=False, output__token_ids=False), INVALID, "output", "found neither text nor token_ids"),
         (request(model="other"), grpc.StatusCode.NOT_FOUND, "model", "found 'other', expected 'tiny'"),
-        (request(sampling={"repetition_penalty": 0}), UNIMPLEMENTED, "sampling.repetition_penalty", "not supported"),
-        (request(sampling={"logit_bias": {1: 0}}), UNIMPLEMENTED, "sampling.logit_bias", "not supported"),
-        (request(stopping__min_tokens=0), UNIMPLEMENTED, "stopping.min_tokens", "not supported"),
-        (request(output__logprobs=0), UNIMPLEMENTED, "output.logprobs", "not supported"),
-        (request(structured_output__regex="a"), UNIMPLEMENTED, "structured_output", "not supported"),
+        (
+            request(sampling={"repetition_penalty": 0}),
+            INVALID,
+            "sampling.repetition_penalty",
+            "found 0.0, expected 0.01",
+        ),
+        (
+            request(sampling={"presence_penalty": 3}),
+            INVALID,
+            "sampling.presence_penalty",
+            "found 3.0, expected -2.0 to",
+        ),
+        (request(sampling={"logit_bias": {1: 101}}), INVALID, "sampling.logit_bias", "(1, 101.0)"),
+        (request(sampling={"logit_bias": {999: 1}}), INVALID, "sampling.logit_bias", "token id 999, expected 0 to 257"),
+        (
+            request(sampling={"logit_bias": dict.fromkeys(range(301), 1)}),
+            INVALID,
+            "sampling.logit_bias",
+            "found 301 tokens, expected at most 300",
+        ),
+        (request(stopping__min_tokens=25), INVALID, "stopping.min_tokens", "found 25, expected 0 to 24"),
+        (request(output__logprobs=21), INVALID, "output.logprobs", "found 21, expected 0 to 20"),
+        (request(output__prompt_logprobs=-1), INVALID, "output.prompt_logprobs", "found -1, expected 0 to 20"),
+        (request(structured_output__regex="a("), INVALID, "structured_output", "invalid regex"),
+        (request(structured_output__json_schema="{"), INVALID, "structured_output", "at line 1"),
+        (request(structured_output__json_schema='{"enum": []}'), INVALID, "structured_output", "Unsatisfiable"),
+        (request(structured_output__grammar="start: x"), INVALID, "structured_output", "x"),
+        (
+            request(structured_output__regex="a" * 300_000),
+            INVALID,
+            "structured_output.regex",
+            "found 300000 characters, expected 1 to 262144",
+        ),
+        (
+            request(structured_output__regex="a", stopping__ignore_eos=True),
+            INVALID,
+            "stopping.ignore_eos",
+            "found True, expected False",
+        ),
         (request(speculation__enabled=True), UNIMPLEMENTED, "speculation", "not supported"),
         (request(priority=0), UNIMPLEMENTED, "priority", "not supported"),
         (
@@ -469,7 +574,7 @@ def test_the_server_says_what_it_is(model):
     assert (info.dtype, info.has_chat_template, list(info.eos_token_ids)) == ("float32", True, [257])
     assert (info.speculation.budget, info.speculation.top_k_cap, info.speculation.draft_length) == (6, 16, 3)
     assert "sampling.top_p" in info.supported_fields
-    assert "sampling.repetition_penalty" not in info.supported_fields
+    assert "priority" not in info.supported_fields
     server = model.GetServerInfo(model_pb2.GetServerInfoRequest())
     assert (server.devices, server.device_kind, server.slots, server.queue) == (1, "cpu", SLOTS, QUEUE)
     assert server.state == model_pb2.SERVER_STATE_SERVING

@@ -7,7 +7,7 @@ from smg_grpc_proto import vllm_engine_pb2
 
 from jaxspec.requests import RequestStatistics, RoundCounts
 from serve.refusal import Refusal
-from serve.streams import Ending
+from serve.streams import Ending, Piece
 from serve.vllm_dialect import FIELDS, complete, to_request
 
 
@@ -107,7 +107,7 @@ def test_the_end_carries_what_speculation_did():
     statistics = RequestStatistics()
     for accepted in (2, 0):
         statistics.record(RoundCounts(accepted + 1, accepted, 6), depth=3)
-    message = complete(1, [5, 6, 7, 8], Ending("stop", stop_string="x"), 9, statistics).complete
+    message = complete(Piece(1, tokens=[5, 6, 7, 8]), Ending("stop", stop_string="x"), range(9), statistics).complete
     assert json_format.MessageToDict(message, preserving_proto_field_name=True) == {
         "output_ids": [5, 6, 7, 8],
         "finish_reason": "stop",
@@ -118,4 +118,7 @@ def test_the_end_carries_what_speculation_did():
         "spec_accepted_tokens": 2,
         "spec_draft_tokens": 12,
     }
-    assert complete(0, [5], Ending("stop", stop_token_id=5), 9, statistics).complete.matched_token_id == 5
+    assert (
+        complete(Piece(0, tokens=[5]), Ending("stop", stop_token_id=5), range(9), statistics).complete.matched_token_id
+        == 5
+    )

@@ -32,6 +32,7 @@ from serve.startup import bad_input, say, use_compilation_cache
 Option = typer.Option
 CANCELLED, BAD = 0.20, 0.05
 START_SECONDS = 600
+IDLE_SECONDS = 10.0
 # Allocators settle; what leaks goes on past this.
 GROWTH_BYTES, GROWTH_SHARE = 48 << 20, 0.05
 NONSENSE = (
@@ -220,7 +221,8 @@ async def _ask_nonsense(soak: Soak, stub: Any, request: pb.GenerateRequest, expe
 
 async def _check_idle(soak: Soak, channel: grpc.aio.Channel) -> None:
     stub: Any = model_pb2_grpc.ModelServiceStub(channel)  # type: ignore[no-untyped-call]
-    for _ in range(100):
+    until = time.monotonic() + IDLE_SECONDS
+    while time.monotonic() < until:
         load = await stub.GetLoad(model_pb2.GetLoadRequest())
         if load.running == load.waiting == load.cache_pages_used == 0:
             return

@@ -6,7 +6,7 @@ from typing import Any
 from jaxspec.config import SamplingParams
 
 WARM_UPS = ("first", "all")
-# One for each kind of sampling that programs are compiled for.
+# Greedy, sampled, and sampled from the likeliest.
 KINDS = tuple(
     SamplingParams(temperature=temperature, top_p=top_p, max_tokens=2, ignore_eos=True)
     for temperature, top_p in ((0.0, 1.0), (1.0, 1.0), (1.0, 0.9))
@@ -15,9 +15,9 @@ SMALLEST_PROMPT = 32  # tokens
 
 
 def warm_up(engine: Any, extent: str) -> None:
-    """Compiles the programs of one short greedy request, or those of every batch size, sampling and prompt length.
+    """Compiles the programs of one short greedy request, or those of every batch size, prompt length and of `KINDS`.
 
-    Programs for longer contexts are still compiled when the first request reaches them.
+    Programs for longer contexts, penalties, log-probabilities and grammars are still compiled when first asked for.
 
     Args:
       engine: idle.

@@ -4,6 +4,7 @@ Runs in an environment of its own (`make test-gateway`): JAXSPEC_PYTHON names th
 """
 
 import contextlib
+import json
 import os
 import re
 import socket
@@ -138,6 +139,23 @@ def test_stop_strings(client):
     assert answer.choices[0].text == whole[: whole.index(stop)]
     assert answer.choices[0].finish_reason == "stop"
     assert answer.usage.completion_tokens < 60
+
+
+def test_a_json_schema_is_kept_to(client):
+    schema = {
+        "type": "object",
+        "properties": {"well": {"type": "boolean"}, "size": {"enum": ["small", "large"]}},
+        "required": ["well", "size"],
+        "additionalProperties": False,
+    }
+    wanted = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
+    for seed in range(3):
+        answer = chat(client, response_format=wanted, temperature=1, seed=seed, max_tokens=300)
+        found = json.loads(answer.choices[0].message.content)
+        assert set(found) == {"well", "size"}
+        assert isinstance(found["well"], bool)
+        assert found["size"] in ("small", "large")
+        assert answer.choices[0].finish_reason == "stop"
 
 
 def test_bad_input_is_the_clients_fault(client):

@@ -52,6 +52,8 @@ class ScriptedEngine:
     def add(self, prompt, sampling):
         if prompt == [7]:
             raise TypeError("odd")
+        if -1 in prompt:
+            raise ValueError("prompt: found token id -1, expected 0 to 257")
         self.added.append(sampling)
         self._open[len(self.added)] = [0, sampling.max_tokens]
         return len(self.added)

@@ -340,12 +340,10 @@ def test_cancelling_frees_the_slots(generation, model):
 
 
 def test_a_deadline_frees_the_slot(generation, model):
-    call = begun(generation, request(max_tokens=900), timeout=0.2)
     with pytest.raises(grpc.RpcError) as raised:
-        for _ in call:
-            pass
+        streamed(generation, request(max_tokens=900), timeout=0.2)
     assert raised.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
-    wait_until(lambda: load(model).running == 0)
+    wait_until(lambda: load(model).running == load(model).waiting == 0)
 
 
 def test_abort_ends_a_stream_with_what_it_has(generation, admin):
@@ -507,7 +505,7 @@ def test_bad_input_names_field_and_limit(generation, built, code, field, message
     began = time.monotonic()
     with pytest.raises(grpc.RpcError) as raised:
         generation.Generate(built, timeout=20)
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 10
     assert raised.value.code() == code
     assert raised.value.details().startswith(f"{field}: ")
     assert message in raised.value.details()

@@ -1,6 +1,5 @@
 """Warming up compiles what requests of every size and kind of sampling need."""
 
-
 from jaxspec.config import EngineConfig, SamplingParams
 from jaxspec.engine import Engine
 from serve.warm_up import warm_up

@@ -124,7 +124,7 @@ def bytes_moved(target: Any, drafter: Any, speculation: SpeculationConfig, conte
     Returns:
       bytes by part, for the parts of `PARTS` that the setting has.
     """
-    weights = _weight_bytes(target)
+    weights = weight_bytes(target)
     tied = "lm_head.weight" not in weights
     head = weights["embed_tokens.weight" if tied else "lm_head.weight"]
     body = sum(weights.values()) - weights["embed_tokens.weight"] - (0 if tied else head)
@@ -137,7 +137,7 @@ def bytes_moved(target: Any, drafter: Any, speculation: SpeculationConfig, conte
     depth = 0
     features = 0
     if drafter is not None:
-        drafter_weights = _weight_bytes(drafter)
+        drafter_weights = weight_bytes(drafter)
         context_only = ("fc.", "hidden_norm.")
         features = sum(
             size
@@ -155,7 +155,7 @@ def bytes_moved(target: Any, drafter: Any, speculation: SpeculationConfig, conte
     return parts
 
 
-def _weight_bytes(module: Any) -> dict[str, int]:
+def weight_bytes(module: Any) -> dict[str, int]:
     """Bytes of each weight on one device, by name."""
     paths, _ = jax.tree_util.tree_flatten_with_path(nnx.state(module, nnx.Param))
     return {

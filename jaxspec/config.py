@@ -3,11 +3,15 @@
 import math
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, Literal
+
+from jaxspec.grammar import Grammar
 
 MAX_BUDGET = 1024
 MAX_SLOTS = 256
 MAX_STOP_IDS = 16
+MAX_BIASES = 300
+MAX_TOP_LOG_PROBS = 20
 
 
 def _check(settings: Any, field: str, low: float, high: float, kind: type = Integral) -> None:
@@ -54,8 +58,14 @@ class EngineConfig:
         1, 4, 16, … up to `slots`. Work that keeps all slots busy compiles less with fewer buckets.
       page_size: tokens a cache page holds.
       max_context: tokens (prompt and answer) a request may reach; None takes the target's own limit.
-      cache_tokens: tokens the paged cache holds over all requests; None holds `slots` requests of `max_context`.
+      cache_tokens: tokens the paged cache holds over all requests; None holds `slots` requests of `max_context`,
+        or as many tokens as fit into memory if that is enough for one.
       prefill_chunk: the most prompt tokens of one request that one call processes.
+      expert_layout: "tensor" splits each of a target's experts over the devices, "expert" gives a device whole ones.
+      shard_cache: "sequence" spreads the rows of each of the target's pages over the devices; None leaves the cache
+        as the family has it.
+      memory_fraction: share of each device's memory for weights and caches; the rest is for what programs need
+        while they run.
     """
 
     devices: int = 1
@@ -65,12 +75,16 @@ class EngineConfig:
     max_context: int | None = None
     cache_tokens: int | None = None
     prefill_chunk: int = 512
+    expert_layout: Literal["tensor", "expert"] = "tensor"
+    shard_cache: Literal["sequence"] | None = None
+    memory_fraction: float = 0.92
 
     def __post_init__(self) -> None:
         _check(self, "devices", 1, 1024)
         _check(self, "slots", 1, MAX_SLOTS)
         _check(self, "page_size", 1, 1024)
         _check(self, "prefill_chunk", 1, 16384)
+        _check(self, "memory_fraction", 0.01, 1.0, Real)
         if self.batch_buckets is not None and (
             not self.batch_buckets
             or sorted(set(self.batch_buckets)) != list(self.batch_buckets)
@@ -84,6 +98,9 @@ class EngineConfig:
             _check(self, "max_context", 2, math.inf)
         if self.cache_tokens is not None:
             _check(self, "cache_tokens", 2, math.inf)
+        for field, choices in (("expert_layout", ("tensor", "expert")), ("shard_cache", ("sequence", None))):
+            if (value := getattr(self, field)) not in choices:
+                raise ValueError(f"EngineConfig.{field}: found {value!r}, expected {' or '.join(map(repr, choices))}")
 
     @property
     def batch_sizes(self) -> tuple[int, ...]:
@@ -104,7 +121,17 @@ class SamplingParams:
       min_p: keep tokens at least this share of the most probable one's probability; 0 keeps all.
       seed: of the noise; None draws one. Equal seeds give equal tokens, with and without speculation, on any mesh.
       choice: which of several answers to one prompt this is; part of the noise's key.
+      repetition_penalty: divides the positive logits, and multiplies the negative ones, of tokens that are in the
+        prompt or the answer; 1 changes nothing.
+      presence_penalty: is subtracted from the logits of tokens that are in the answer.
+      frequency_penalty: is subtracted from the logits of a token for each time it is in the answer.
+      logit_bias: (token id, number added to its logit); each id once.
       max_tokens: new tokens at most.
+      min_tokens: new tokens before which no stop id is chosen.
+      log_probs: the answer's tokens come with their log-probabilities under the target, and with this many of the most
+        probable tokens beside each; None leaves them out.
+      prompt_log_probs: likewise for the prompt's tokens, the first excepted.
+      grammar: what the answer must look like; drafts are cut at the first token that it forbids.
       stop_token_ids: end the answer, beside the model's own end ids; the stopping token is part of the answer.
       ignore_eos: do not stop at the model's own end ids.
     """
@@ -115,7 +142,15 @@ class SamplingParams:
     min_p: float = 0.0
     seed: int | None = None
     choice: int = 0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
     max_tokens: int = 256
+    min_tokens: int = 0
+    log_probs: int | None = None
+    prompt_log_probs: int | None = None
+    grammar: Grammar | None = None
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
 
@@ -126,12 +161,45 @@ class SamplingParams:
         _check(self, "min_p", 0.0, 1.0, Real)
         _check(self, "choice", 0, 2**31 - 1)
         _check(self, "max_tokens", 1, 2**31 - 1)
+        _check(self, "min_tokens", 0, self.max_tokens)
+        _check(self, "repetition_penalty", 0.01, 100.0, Real)
+        _check(self, "presence_penalty", -2.0, 2.0, Real)
+        _check(self, "frequency_penalty", -2.0, 2.0, Real)
+        for name in ("log_probs", "prompt_log_probs"):
+            if getattr(self, name) is not None:
+                _check(self, name, 0, MAX_TOP_LOG_PROBS)
+        self._check_bias()
+        if self.grammar is not None and self.ignore_eos:
+            raise ValueError(
+                "SamplingParams.ignore_eos: found True, expected False beside a grammar, which ends with it"
+            )
         if self.seed is not None:
             _check(self, "seed", 0, 2**32 - 1)
         if not isinstance(self.stop_token_ids, tuple) or not all(isinstance(i, Integral) for i in self.stop_token_ids):
             raise ValueError(
                 f"SamplingParams.stop_token_ids: found {self.stop_token_ids!r}, expected a tuple of token ids"
             )
+
+    def _check_bias(self) -> None:
+        pairs = self.logit_bias
+        if not isinstance(pairs, tuple) or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
+            raise ValueError(f"SamplingParams.logit_bias: found {pairs!r}, expected a tuple of (token id, bias) pairs")
+        if len(pairs) > MAX_BIASES:
+            raise ValueError(f"SamplingParams.logit_bias: found {len(pairs)} tokens, expected at most {MAX_BIASES}")
+        if len({token for token, _ in pairs}) < len(pairs):
+            raise ValueError("SamplingParams.logit_bias: found a token id twice, expected each once")
+        for token, bias in pairs:
+            number = isinstance(bias, Real) and not isinstance(bias, bool)
+            if not isinstance(token, Integral) or not number or not -100 <= bias <= 100:
+                raise ValueError(
+                    f"SamplingParams.logit_bias: found {(token, bias)!r}, expected a token id and a number -100 to 100"
+                )
+
+    @property
+    def adjusted(self) -> bool:
+        """Whether logits change before a token is chosen."""
+        penalties = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1
+        return bool(penalties or self.logit_bias or self.min_tokens)
 
     @property
     def greedy(self) -> bool:

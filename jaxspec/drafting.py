@@ -10,7 +10,7 @@ from jaxspec.tree import Candidates
 from model.batch import LayerRows
 from model.cache import PagedCache
 from model.dflash import DFlashDrafter
-from model.llama import LlamaForCausalLM
+from model.target import Target
 from sharding import collectives
 
 
@@ -36,7 +36,7 @@ class Drafting:
 MakeDrafting = Callable[..., Drafting]
 
 
-def dflash_drafting(drafter: DFlashDrafter, target: LlamaForCausalLM, length: int, top_k_cap: int) -> Drafting:
+def dflash_drafting(drafter: DFlashDrafter, target: Target, length: int, top_k_cap: int) -> Drafting:
     """DFlash: one pass over [anchor, mask × length], with the target's embedding and head (arXiv 2602.06036)."""
 
     def propose(state: DecodeState, cache: PagedCache, page_table: jax.Array) -> Candidates:

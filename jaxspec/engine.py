@@ -1,6 +1,7 @@
 """The engine: requests in, tokens out, many at once, driven by compiled programs that are dispatched ahead."""
 
 import collections
+import functools
 import operator
 import secrets
 from collections.abc import Callable, Sequence
@@ -10,14 +11,18 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxspec.adjustments import no_adjustments
 from jaxspec.config import MAX_STOP_IDS, EngineConfig, SamplingParams, SpeculationConfig
 from jaxspec.drafting import MakeDrafting, dflash_drafting
-from jaxspec.memory import available_bytes, cache_bytes_per_token
+from jaxspec.grammar import GrammarCompiler
+from jaxspec.log_probs import TokenLogProb, host_log_probs
+from jaxspec.memory import available_bytes, cache_bytes_per_token, weight_bytes
 from jaxspec.pages import PageAllocator
+from jaxspec.plan import placement_of, plan_models
 from jaxspec.programs import DecodeShape, PrefillShape, Programs, bucket, replicate
-from jaxspec.requests import Completion, Request, RequestOutput
+from jaxspec.requests import Completion, EngineLoad, Request, RequestOutput, RoundCounts
 from jaxspec.round import Caches, RoundResult
-from jaxspec.sampling import level_of
+from jaxspec.sampling import work_of
 from jaxspec.state import empty_rows
 from model.cache import empty_cache
 from model.config import check_drafter
@@ -85,6 +90,8 @@ class Engine:
         self.speculation = speculation or SpeculationConfig()
         self._caches = self._empty_caches()
         self._state = replicate(empty_rows(self.config.slots, MAX_STOP_IDS), mesh)
+        self._adjustments = self._programs.place(no_adjustments(self.config.slots, vocab))
+        self._adjusted_slots: set[int] = set()  # slots whose row of adjustments may change logits
 
     @classmethod
     def from_checkpoints(
@@ -102,12 +109,22 @@ class Engine:
           ValueError: in one line, for a folder that is not a finished converted checkpoint, or models and settings
             that do not fit together.
         """
-        from model.loading import load_drafter, load_target
+        from model.description import describe_checkpoint
+        from model.loading import load_drafter, load_target, open_checkpoint
 
         config = config or EngineConfig()
         mesh = make_mesh(config.devices)
+        plan = plan_models(
+            describe_checkpoint(open_checkpoint(target), "target"),
+            None if drafter is None else describe_checkpoint(open_checkpoint(drafter), "drafter"),
+            config,
+        )
+        free = available_bytes(mesh)
+        tokens = config.cache_tokens or config.max_context or plan.max_context
+        if free is not None and (refusal := plan.shortfall(int(config.memory_fraction * free), tokens)):
+            raise ValueError(refusal)
         report(f"loading target {target}")
-        target_module = load_target(Path(target), mesh)
+        target_module = load_target(Path(target), mesh, placement=placement_of(config))
         tokenizer = Tokenizer.from_checkpoint(Path(target))
         drafter_module = None
         if drafter is not None:
@@ -162,6 +179,22 @@ class Engine:
         """Whether any request is unfinished."""
         return bool(self._open)
 
+    @property
+    def dtype(self) -> str:
+        """Of the weights."""
+        return str(self._programs.leaves[0].dtype)
+
+    @property
+    def load(self) -> EngineLoad:
+        """How busy the engine is; may be read from any thread."""
+        used = self.page_count - self._pages.free
+        return EngineLoad(len(self._running), len(self._waiting), used, self.page_count)
+
+    @property
+    def compiling(self) -> str | None:
+        """The program that is being compiled right now, which may take minutes; may be read from any thread."""
+        return self._programs.compiling
+
     def describe(self) -> list[tuple[str, str]]:
         """What the engine runs on and with, for a start-up banner."""
         device = self.mesh.devices.flat[0]
@@ -178,7 +211,8 @@ class Engine:
             ("context", f"{self.max_context} tokens"),
             (
                 "cache",
-                f"{self.page_count} pages of {self.config.page_size}, {self.page_count * page_bytes / 1e9:.2f} GB",
+                f"{self.page_count} pages of {self.config.page_size}, {self.page_count * page_bytes / 1e9:.2f} GB"
+                + (", each page's rows split over the devices" if self.target.layout.splits("page_rows") else ""),
             ),
         ]
 
@@ -209,8 +243,10 @@ class Engine:
         outputs = self._drop_aborted()
         self._assign_slots()
         self._dispatch_prefill()
-        dispatched = len(self._in_flight) < CALLS_IN_FLIGHT and self._dispatch_decode(outputs)
-        if self._in_flight and (len(self._in_flight) == CALLS_IN_FLIGHT or not dispatched):
+        # A grammar must have seen every token before it can say what may come next.
+        most = 1 if any(r.matcher is not None for r in self._running.values()) else CALLS_IN_FLIGHT
+        dispatched = len(self._in_flight) < most and self._dispatch_decode(outputs)
+        if self._in_flight and (len(self._in_flight) >= most or not dispatched):
             self._collect(outputs)
         if self._waiting and not (self._running or outputs):
             raise RuntimeError(
@@ -235,18 +271,15 @@ class Engine:
             raise ValueError(f"sampling: found {len(sampling)}, expected one for each of {len(prompts)} prompts")
         requests = [self._request(prompt, one) for prompt, one in zip(prompts, sampling, strict=True)]
         ids = [self._queue(request) for request in requests]
-        tokens: dict[int, list[int]] = {request_id: [] for request_id in ids}
-        done: dict[int, Completion] = {}
-        while len(done) < len(ids):
+        parts: dict[int, list[RequestOutput]] = {request_id: [] for request_id in ids}
+        unfinished = set(ids)
+        while unfinished:
             for output in self.step():
-                if output.request_id not in tokens:
-                    continue
-                tokens[output.request_id] += output.tokens
-                if output.finish_reason is not None and output.statistics is not None:
-                    done[output.request_id] = Completion(
-                        tokens[output.request_id], output.finish_reason, output.statistics
-                    )
-        return [done[request_id] for request_id in ids]
+                if output.request_id in unfinished:
+                    parts[output.request_id].append(output)
+                    if output.finish_reason is not None:
+                        unfinished.remove(output.request_id)
+        return [Completion.joined(parts[request_id]) for request_id in ids]
 
     # Sizes
 
@@ -262,14 +295,28 @@ class Engine:
     def _page_count(self) -> int:
         tokens = self.config.cache_tokens or self.config.slots * self.max_context
         pages = self._pages_for(tokens)
-        needed = pages * self.config.page_size * cache_bytes_per_token(self.target, self.drafter)
+        page_bytes = self.config.page_size * cache_bytes_per_token(self.target, self.drafter)
         free = available_bytes(self.mesh)
-        if free is not None and needed > free:
+        if free is None:
+            return pages
+        modules = [self.target] if self.drafter is None else [self.target, self.drafter]
+        kept_free = (1 - self.config.memory_fraction) * (free + weight_bytes(*modules))
+        room = max(0, int(free - kept_free))
+        if self.config.cache_tokens is None and room // page_bytes >= self._pages_for(self.max_context):
+            return min(pages, room // page_bytes)
+        if pages * page_bytes > room:
             raise ValueError(
-                f"cache_tokens: {tokens} tokens need {needed / 1e9:.2f} GB a device, found {free / 1e9:.2f} GB free; "
-                "lower slots, max_context or cache_tokens"
+                f"cache_tokens: {tokens} tokens need {pages * page_bytes / 1e9:.2f} GB a device, found "
+                f"{room / 1e9:.2f} GB free within memory_fraction {self.config.memory_fraction:g}; lower slots, "
+                "max_context or cache_tokens"
             )
         return pages
+
+    @functools.cached_property
+    def _grammars(self) -> GrammarCompiler:
+        if self.tokenizer is None:
+            raise ValueError("grammar: the engine has no tokenizer, expected the target's")
+        return GrammarCompiler(self.tokenizer, self.target.config.vocab_size, self.eos_token_ids)
 
     def _empty_caches(self) -> Caches:
         def pools(module: Any) -> Any:
@@ -313,6 +360,8 @@ class Engine:
             )
         if wrong := [token for token in prompt if not 0 <= token < vocab]:
             raise ValueError(f"prompt: found token id {wrong[0]}, expected 0 to {vocab - 1}")
+        if wrong := [token for token, _ in sampling.logit_bias if not 0 <= token < vocab]:
+            raise ValueError(f"logit_bias: found token id {wrong[0]}, expected 0 to {vocab - 1}")
         stop_ids = tuple(
             dict.fromkeys([*([] if sampling.ignore_eos else self.eos_token_ids), *sampling.stop_token_ids])
         )
@@ -328,6 +377,8 @@ class Engine:
             raise ValueError(f"prompt: needs {needed} cache pages with its answer, expected at most {self.page_count}")
         seed = secrets.randbits(32) if sampling.seed is None else sampling.seed
         request = Request(self._next_id, prompt, sampling, limit, seed, stop_ids)
+        if sampling.grammar is not None:
+            request.matcher = self._grammars.matcher(sampling.grammar)
         self._next_id += 1
         return request
 
@@ -343,7 +394,7 @@ class Engine:
         for request in [r for r in self._open.values() if r.finish_reason == "abort"]:
             if request in self._waiting:
                 self._waiting.remove(request)
-            self._close(request, outputs, [])
+            self._close(request, outputs)
         return outputs
 
     def _assign_slots(self) -> None:
@@ -381,18 +432,20 @@ class Engine:
         pending = pending[:most]
         batch = self._batch_bucket(pending)
         width = self._page_bucket(pending)
-        tokens = np.zeros((batch, chunk), np.int32)
+        tokens, following = np.zeros((2, batch, chunk), np.int32)
         start, count = np.zeros(batch, np.int32), np.zeros(batch, np.int32)
         for row, request in enumerate(pending):
-            part = request.sequence[request.prefilled : request.prefilled + min(request.to_prefill, chunk)]
-            tokens[row, : len(part)] = part
-            start[row], count[row] = request.prefilled, len(part)
+            end = request.prefilled + min(request.to_prefill, chunk)
+            start[row], count[row] = request.prefilled, end - request.prefilled
+            tokens[row, : count[row]] = request.sequence[request.prefilled : end]
+            following[row, : count[row]] = request.sequence[request.prefilled + 1 : end + 1]
         table = self._page_table(pending, batch, width)
-        self._caches = self._programs.prefill(
-            PrefillShape(batch, width, chunk), self._caches, tokens, start, count, table
-        )
+        shape = PrefillShape(batch, width, chunk, any(r.awaits_prompt_log_probs for r in pending))
+        self._caches, log_probs = self._programs.prefill(shape, self._caches, tokens, start, count, table, following)
         for row, request in enumerate(pending):
             request.prefilled += int(count[row])
+            if request.awaits_prompt_log_probs:
+                request.prompt_rows.append((log_probs, row, following[row, : count[row]].tolist()))
         self._admit([r for r in pending if r.to_prefill == 0])
 
     def _admit(self, requests: list[Request]) -> None:
@@ -413,6 +466,25 @@ class Engine:
                 getattr(rows, name)[row] = getattr(request.sampling, name)
             rows.seed[row] = request.seed
         self._state = self._programs.admit(self._state, slots, rows)
+        for request in requests:
+            self._admit_adjustments(request)
+
+    def _admit_adjustments(self, request: Request) -> None:
+        """Tells the device how a request adjusts its logits, or clears what the slot's last request left."""
+        slot, sampling = request.slot or 0, request.sampling
+        if not sampling.adjusted and slot not in self._adjusted_slots:
+            return
+        row = no_adjustments(1, self.target.config.vocab_size)
+        row.repetition[0] = sampling.repetition_penalty
+        row.presence[0] = sampling.presence_penalty
+        row.frequency[0] = sampling.frequency_penalty
+        row.min_length[0] = len(request.prompt) + sampling.min_tokens
+        for place, (token, bias) in enumerate(sampling.logit_bias):
+            row.bias_ids[0, place], row.bias[0, place] = token, bias
+        row.in_prompt[0, request.prompt] = True
+        np.add.at(np.asarray(row.generated[0]), request.generated, 1)
+        self._adjustments = self._programs.adjust(self._adjustments, np.array([slot], np.int32), row)
+        (self._adjusted_slots.add if sampling.adjusted else self._adjusted_slots.discard)(slot)
 
     def _dispatch_decode(self, outputs: list[RequestOutput]) -> bool:
         """Dispatches one call for the requests that decode; False where there are none."""
@@ -425,21 +497,42 @@ class Engine:
             return False
         batch = self._batch_bucket(requests)
         width = self._page_bucket(requests)
-        level = max(level_of(r.sampling) for r in requests)
         slots = np.full(batch, self.config.slots, np.int32)
         slots[: len(requests)] = [r.slot or 0 for r in requests]
         capacity = np.zeros(batch, np.int32)
         capacity[: len(requests)] = [len(r.pages) * self.config.page_size for r in requests]
-        shape = DecodeShape(batch, width, level, self.speculation)
-        self._caches, self._state, result = self._programs.decode(
-            shape, self._caches, self._state, slots, self._page_table(requests, batch, width), capacity
-        )
+        shape = DecodeShape(batch, width, work_of(r.sampling for r in requests), self.speculation)
+        table = self._page_table(requests, batch, width)
+        if any(r.matcher is not None for r in requests):
+            rounds = 1
+            result = self._guided_round(shape, requests, slots, table, capacity)
+        else:
+            self._caches, self._state, self._adjustments, result = self._programs.decode(
+                shape, self._caches, self._state, self._adjustments, slots, table, capacity
+            )
         for array in jax.tree.leaves(result):
             array.copy_to_host_async()
         for request in requests:
             request.in_flight += rounds
         self._in_flight.append((result, requests))
         return True
+
+    def _guided_round(
+        self, shape: DecodeShape, requests: list[Request], slots: np.ndarray, table: np.ndarray, capacity: np.ndarray
+    ) -> RoundResult:
+        """One round in three programs; the host makes the grammars' masks while the target's pass runs."""
+        tree = self._programs.draft(shape, self._caches, self._state, slots, table)
+        output = self._programs.verify(shape, self._caches, self._state, slots, table, tree)
+        tokens, parents, valid = (np.asarray(x) for x in (tree.tokens, tree.parents, tree.valid))
+        words = -(-self.target.config.vocab_size // 32)
+        allowed = np.full((*tokens.shape, words), 2**32 - 1, np.uint32)
+        for row, request in enumerate(requests):
+            if request.matcher is not None:
+                allowed[row] = request.matcher.allowed(tokens[row], parents[row], valid[row])
+        self._caches, self._state, self._adjustments, result = self._programs.settle(
+            shape, self._caches, self._state, self._adjustments, slots, table, capacity, tree, output, allowed
+        )
+        return result
 
     def _decoding(self) -> list[Request]:
         return [r for r in self._running.values() if r.to_prefill <= 0 and not r.certain_to_finish]
@@ -458,6 +551,7 @@ class Engine:
         youngest = max(self._running.values(), key=lambda r: r.id)
         self._release(youngest)
         youngest.prefilled = 0
+        youngest.prompt_rows = []
         self._waiting.appendleft(youngest)
 
     def _collect(self, outputs: list[RequestOutput]) -> None:
@@ -472,22 +566,52 @@ class Engine:
             if request.id not in self._open or request.finish_reason is not None:
                 continue
             new: list[int] = []
+            log_probs: list[TokenLogProb] = []
+            rounds: list[RoundCounts] = []
             for index in np.flatnonzero(counts[:, row]):
-                count = int(counts[index, row])
-                new += tokens[index, row, :count].tolist()
-                request.statistics.record(count, int(accepted[index, row]), int(drafted[index, row]), depth)
+                done = RoundCounts(*(int(x[index, row]) for x in (counts, accepted, drafted)))
+                chosen = tokens[index, row, : done.produced].tolist()
+                new += chosen
+                if request.sampling.log_probs is not None:
+                    rows = jax.tree.map(lambda array, index=index: np.asarray(array)[index], result.log_probs)
+                    log_probs += host_log_probs(rows, row, chosen, request.sampling.log_probs)
+                request.statistics.record(done, depth)
+                rounds.append(done)
             request.generated += new
+            if request.matcher is not None:
+                request.matcher.advance(new)
             request.prefilled += len(new)
             if finished[-1, row]:
                 request.finish_reason = "stop" if request.generated[-1] in request.stop_ids else "length"
-                self._close(request, outputs, new)
+                self._close(request, outputs, new, rounds, log_probs)
             elif new:
-                outputs.append(RequestOutput(request.id, new))
+                outputs.append(self._output(request, new, rounds, log_probs))
 
-    def _close(self, request: Request, outputs: list[RequestOutput], new: list[int]) -> None:
+    def _close(
+        self,
+        request: Request,
+        outputs: list[RequestOutput],
+        new: Sequence[int] = (),
+        rounds: Sequence[RoundCounts] = (),
+        log_probs: Sequence[TokenLogProb] = (),
+    ) -> None:
         self._release(request)
         del self._open[request.id]
-        outputs.append(RequestOutput(request.id, new, request.finish_reason, request.statistics))
+        outputs.append(self._output(request, new, rounds, log_probs))
+
+    def _output(
+        self, request: Request, new: Sequence[int], rounds: Sequence[RoundCounts], log_probs: Sequence[TokenLogProb]
+    ) -> RequestOutput:
+        """What a step brought for a request, the prompt's log-probabilities with its first tokens."""
+        return RequestOutput(
+            request.id,
+            list(new),
+            request.finish_reason,
+            request.statistics if request.finish_reason is not None else None,
+            tuple(rounds),
+            list(log_probs),
+            request.take_prompt_log_probs() if new else [],
+        )
 
     def _release(self, request: Request) -> None:
         if request.slot is not None:

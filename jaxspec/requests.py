@@ -1,8 +1,11 @@
 """A request inside the engine, and what comes out of it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from jaxspec.config import SamplingParams
+from jaxspec.grammar import GrammarMatcher
+from jaxspec.log_probs import LogProbRows, TokenLogProb, host_log_probs
 
 
 @dataclass
@@ -21,13 +24,13 @@ class RequestStatistics:
     drafted: int = 0
     accepted_lengths: list[int] = field(default_factory=list)
 
-    def record(self, count: int, accepted: int, drafted: int, depth: int) -> None:
+    def record(self, counts: "RoundCounts", depth: int) -> None:
         """Adds one round of a drafter that drafts `depth` tokens."""
         self.accepted_lengths += [0] * (depth + 1 - len(self.accepted_lengths))
         self.rounds += 1
-        self.produced += count
-        self.drafted += drafted
-        self.accepted_lengths[accepted] += 1
+        self.produced += counts.produced
+        self.drafted += counts.drafted
+        self.accepted_lengths[counts.accepted] += 1
 
     def merge(self, other: "RequestStatistics") -> None:
         """Adds another request's numbers."""
@@ -37,6 +40,11 @@ class RequestStatistics:
         self.drafted += other.drafted
         for depth, rounds in enumerate(other.accepted_lengths):
             self.accepted_lengths[depth] += rounds
+
+    @property
+    def accepted(self) -> int:
+        """Drafted tokens that were kept."""
+        return sum(depth * rounds for depth, rounds in enumerate(self.accepted_lengths))
 
     @property
     def tau(self) -> float:
@@ -50,6 +58,15 @@ class RequestStatistics:
 
 
 @dataclass(frozen=True)
+class RoundCounts:
+    """One round of one request: tokens it produced, drafted tokens among them, tree nodes verified."""
+
+    produced: int
+    accepted: int
+    drafted: int
+
+
+@dataclass(frozen=True)
 class RequestOutput:
     """What one step brought for one request.
 
@@ -57,12 +74,28 @@ class RequestOutput:
       tokens: the new ones.
       finish_reason: "stop", "length" or "abort" with the last output, else None.
       statistics: with the last output.
+      rounds: that produced the tokens, in order.
+      log_probs: of `tokens`, where the request asked for them.
+      prompt_log_probs: of the prompt's tokens from the second on, with the first output, where asked for.
     """
 
     request_id: int
     tokens: list[int]
     finish_reason: str | None = None
     statistics: RequestStatistics | None = None
+    rounds: tuple[RoundCounts, ...] = ()
+    log_probs: list[TokenLogProb] = field(default_factory=list)
+    prompt_log_probs: list[TokenLogProb] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class EngineLoad:
+    """How busy an engine is: requests in slots and waiting, cache pages in use and there."""
+
+    running: int
+    waiting: int
+    pages_used: int
+    pages: int
 
 
 @dataclass(frozen=True)
@@ -72,6 +105,22 @@ class Completion:
     tokens: list[int]
     finish_reason: str
     statistics: RequestStatistics
+    log_probs: list[TokenLogProb] = field(default_factory=list)
+    prompt_log_probs: list[TokenLogProb] = field(default_factory=list)
+
+    @classmethod
+    def joined(cls, outputs: Sequence[RequestOutput]) -> "Completion":
+        """The outputs of one request, the last one included."""
+        last = outputs[-1]
+        assert last.finish_reason is not None
+        assert last.statistics is not None
+        return cls(
+            tokens=[token for output in outputs for token in output.tokens],
+            finish_reason=last.finish_reason,
+            statistics=last.statistics,
+            log_probs=[entry for output in outputs for entry in output.log_probs],
+            prompt_log_probs=[entry for output in outputs for entry in output.prompt_log_probs],
+        )
 
 
 @dataclass(eq=False)
@@ -85,6 +134,9 @@ class Request:
       pages: cache pages held.
       prefilled: tokens of `sequence` whose processing has been dispatched.
       in_flight: rounds dispatched and not read back.
+      matcher: the state of the request's grammar after `generated`.
+      prompt_rows: prompt log-probabilities on their way from the device: (rows, row, tokens); emptied
+        with the first output.
     """
 
     id: int
@@ -98,6 +150,8 @@ class Request:
     pages: list[int] = field(default_factory=list)
     prefilled: int = 0
     in_flight: int = 0
+    matcher: GrammarMatcher | None = None
+    prompt_rows: list[tuple[LogProbRows, int, list[int]]] = field(default_factory=list)
     finish_reason: str | None = None
     statistics: RequestStatistics = field(default_factory=RequestStatistics)
 
@@ -110,6 +164,17 @@ class Request:
     def to_prefill(self) -> int:
         """Tokens before the anchor that still have to be processed."""
         return len(self.prompt) + len(self.generated) - 1 - self.prefilled
+
+    @property
+    def awaits_prompt_log_probs(self) -> bool:
+        """Whether the prompt's log-probabilities were asked for and are not on their way."""
+        return self.sampling.prompt_log_probs is not None and not self.generated
+
+    def take_prompt_log_probs(self) -> list[TokenLogProb]:
+        """The prompt's log-probabilities, once."""
+        rows, self.prompt_rows = self.prompt_rows, []
+        top = self.sampling.prompt_log_probs or 0
+        return [entry for part, row, tokens in rows for entry in host_log_probs(part, row, tokens, top)]
 
     def reach(self, tokens_per_round: int, more_rounds: int = 0) -> int:
         """The most tokens of context that the dispatched rounds, and `more_rounds`, can commit."""

@@ -10,13 +10,15 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.acceptance import Accepted, accept
+from jaxspec.adjustments import Adjustments, adjust, count_tokens, everything_allowed, forbid, take_rows
 from jaxspec.drafting import Drafting
-from jaxspec.sampling import SamplingLevel, sample
+from jaxspec.log_probs import LogProbRows, log_prob_rows, no_log_probs
+from jaxspec.sampling import SamplingWork, sample
 from jaxspec.state import DecodeState, emitted_tokens
 from jaxspec.tree import DraftTree, grow_tree, root_only
 from model.batch import ForwardBatch, ForwardOutput
 from model.cache import PagedCache, write_rows
-from model.llama import LlamaForCausalLM
+from model.target import Target
 
 
 @jax.tree_util.register_dataclass
@@ -39,6 +41,7 @@ class RoundResult:
       accepted: int32 [batch], drafted tokens among the new ones.
       drafted: int32 [batch], tree nodes verified.
       finished: bool [batch].
+      log_probs: of `tokens`, where asked for.
     """
 
     tokens: jax.Array
@@ -46,31 +49,68 @@ class RoundResult:
     accepted: jax.Array
     drafted: jax.Array
     finished: jax.Array
+    log_probs: LogProbRows
 
 
 def decode_round(
-    target: LlamaForCausalLM,
+    target: Target,
     drafting: Drafting,
     caches: Caches,
     state: DecodeState,
+    adjustments: Adjustments,
+    slots: jax.Array,
     page_table: jax.Array,
     capacity: jax.Array,
     budget: int,
-    level: SamplingLevel,
-) -> tuple[Caches, DecodeState, RoundResult]:
+    work: SamplingWork,
+) -> tuple[Caches, DecodeState, Adjustments, RoundResult]:
     """Runs one round for every row of `state`.
 
     Args:
+      adjustments: of all slots.
+      slots: int32 [batch], the slot of each row.
       page_table: int32 [batch, pages].
       capacity: int32 [batch], tokens that a slot's pages hold; a slot whose round might not fit does not run.
       budget: N, tree nodes beside the root.
-      level: how much sampling work the batch needs.
+      work: what sampling the batch needs.
     """
     depth = drafting.depth if budget else 0
     tree = draft_tree(drafting, caches, state, page_table, budget)
     output = verify(target, drafting, caches, state, page_table, tree)
-    accepted = judge(target, output, tree, state, depth, level)
-    return commit(drafting, caches, state, page_table, capacity, tree, output, accepted)
+    allowed = everything_allowed(*tree.tokens.shape)
+    return settle(
+        target, drafting, caches, state, adjustments, slots, page_table, capacity, tree, output, allowed, depth, work
+    )
+
+
+def settle(
+    target: Target,
+    drafting: Drafting,
+    caches: Caches,
+    state: DecodeState,
+    adjustments: Adjustments,
+    slots: jax.Array,
+    page_table: jax.Array,
+    capacity: jax.Array,
+    tree: DraftTree,
+    output: ForwardOutput,
+    allowed: jax.Array,
+    depth: int,
+    work: SamplingWork,
+) -> tuple[Caches, DecodeState, Adjustments, RoundResult]:
+    """The second half of a round: accept and commit what the target's pass over the tree brought.
+
+    Args:
+      allowed: uint32 [batch, rows, words], bit t % 32 of word t // 32 says whether token t may follow a row; of no
+        words where everything may.
+    """
+    accepted, log_probs = judge(target, output, tree, state, adjustments, slots, allowed, depth, work)
+    caches, state, result = commit(
+        target, drafting, caches, state, page_table, capacity, tree, output, accepted, log_probs
+    )
+    if work.adjusted:
+        adjustments = count_tokens(adjustments, slots, result.tokens, result.count, target.vocab_split)
+    return caches, state, adjustments, result
 
 
 def draft_tree(drafting: Drafting, caches: Caches, state: DecodeState, page_table: jax.Array, budget: int) -> DraftTree:
@@ -81,7 +121,7 @@ def draft_tree(drafting: Drafting, caches: Caches, state: DecodeState, page_tabl
 
 
 def verify(
-    target: LlamaForCausalLM,
+    target: Target,
     drafting: Drafting,
     caches: Caches,
     state: DecodeState,
@@ -100,19 +140,28 @@ def verify(
 
 
 def judge(
-    target: LlamaForCausalLM,
+    target: Target,
     output: ForwardOutput,
     tree: DraftTree,
     state: DecodeState,
+    adjustments: Adjustments,
+    slots: jax.Array,
+    allowed: jax.Array,
     depth: int,
-    level: SamplingLevel,
-) -> Accepted:
+    work: SamplingWork,
+) -> tuple[Accepted, LogProbRows]:
     """The target chooses a token at every row; the path that agrees with it is accepted."""
-    predicted = sample(target.logits(output.hidden), tree.depths, state, depth, level, target.vocab_split)
-    return accept(tree, predicted, depth)
+    logits, split = target.logits(output.hidden), target.vocab_split
+    scores = adjust(logits, tree, state, take_rows(adjustments, slots), split) if work.adjusted else logits
+    scores = forbid(scores, allowed, split)
+    accepted = accept(tree, sample(scores, tree.depths, state, depth, work.level, split), depth)
+    if not work.log_probs:
+        return accepted, no_log_probs(logits.shape[0])
+    return accepted, log_prob_rows(rows_on_path(logits, accepted), accepted.tokens, split)
 
 
 def commit(
+    target: Target,
     drafting: Drafting,
     caches: Caches,
     state: DecodeState,
@@ -121,6 +170,7 @@ def commit(
     tree: DraftTree,
     output: ForwardOutput,
     accepted: Accepted,
+    log_probs: LogProbRows,
 ) -> tuple[Caches, DecodeState, RoundResult]:
     """Writes the accepted rows, and only those, into both caches, and moves the anchor."""
     width = accepted.path.shape[1]
@@ -129,17 +179,12 @@ def commit(
     places = jnp.arange(width)
     positions = state.length[:, None] + places
     keep = places < count[:, None]
-
-    def on_path(array: jax.Array) -> jax.Array:
-        index = accepted.path.reshape(*accepted.path.shape, *(1,) * (array.ndim - 2))
-        return jnp.take_along_axis(array, index, axis=1)
-
-    rows = jax.tree.map(on_path, output.rows)
+    rows = jax.tree.map(lambda array: rows_on_path(array, accepted), output.rows)
     caches = Caches(
-        target=write_rows(caches.target, rows, page_table, positions, keep),
+        target=write_rows(caches.target, rows, page_table, positions, keep, target.layout.shares("page_rows")),
         drafter=write_rows(
             caches.drafter,
-            drafting.context_rows(on_path(output.tapped), positions),
+            drafting.context_rows(rows_on_path(output.tapped, accepted), positions),
             page_table,
             positions,
             keep,
@@ -159,34 +204,48 @@ def commit(
         accepted=jnp.minimum(accepted.length, count),
         drafted=jnp.where(live, tree.valid.sum(-1) - 1, 0).astype(jnp.int32),
         finished=finished,
+        log_probs=log_probs,
     )
     return caches, state, result
 
 
+def rows_on_path(array: jax.Array, accepted: Accepted) -> jax.Array:
+    """The accepted rows, [batch, depth + 1, ...], of an array [batch, nodes + 1, ...]."""
+    index = accepted.path.reshape(*accepted.path.shape, *(1,) * (array.ndim - 2))
+    return jnp.take_along_axis(array, index, axis=1)
+
+
 def prefill(
-    target: LlamaForCausalLM,
+    target: Target,
     drafting: Drafting,
     caches: Caches,
     tokens: jax.Array,
     start: jax.Array,
     count: jax.Array,
     page_table: jax.Array,
-) -> Caches:
+    following: jax.Array,
+    log_probs: bool,
+) -> tuple[Caches, LogProbRows]:
     """Processes a chunk of prompt tokens and commits their rows to both caches; chooses no token.
 
     Args:
       tokens: int32 [batch, chunk].
       start: int32 [batch], position of each chunk's first token; all before it is already cached.
       count: int32 [batch], tokens of the chunk that are real.
+      following: int32 [batch, chunk], the prompt's token after each one.
+      log_probs: whether to return the log-probabilities of `following`.
     """
     chunk = tokens.shape[1]
     positions = start[:, None] + jnp.arange(chunk)
     causal = jnp.broadcast_to(jnp.tril(jnp.ones((chunk, chunk), bool)), (tokens.shape[0], chunk, chunk))
     output = target(ForwardBatch(tokens, positions, page_table, start, causal), caches.target, drafting.taps)
     keep = jnp.arange(chunk) < count[:, None]
-    return Caches(
-        target=write_rows(caches.target, output.rows, page_table, positions, keep),
+    caches = Caches(
+        target=write_rows(caches.target, output.rows, page_table, positions, keep, target.layout.shares("page_rows")),
         drafter=write_rows(
             caches.drafter, drafting.context_rows(output.tapped, positions), page_table, positions, keep
         ),
     )
+    if not log_probs:
+        return caches, no_log_probs(tokens.shape[0])
+    return caches, log_prob_rows(target.logits(output.hidden), following, target.vocab_split)

@@ -9,12 +9,14 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from jaxspec.acceptance import accept
+from jaxspec.adjustments import no_adjustments
 from jaxspec.config import MAX_STOP_IDS
 from jaxspec.drafting import Drafting, dflash_drafting, no_drafting
 from jaxspec.engine import Engine
-from jaxspec.programs import DecodeShape, replicate
+from jaxspec.log_probs import no_log_probs
+from jaxspec.programs import DecodeShape, compiler_options, replicate
 from jaxspec.round import Caches, RoundResult, commit, verify
-from jaxspec.sampling import SamplingLevel, sample
+from jaxspec.sampling import SamplingLevel, SamplingWork, sample
 from jaxspec.state import DecodeState, empty_rows
 from jaxspec.synthetic import random_cache
 from jaxspec.tree import DraftTree, grow_tree, root_only
@@ -34,7 +36,8 @@ class RoundParts:
     def __init__(self, engine: Engine, context: int):
         self._engine, self._mesh = engine, engine.mesh
         shapes = [key for key in engine._programs.compiled if isinstance(key, DecodeShape)]
-        own = [s for s in shapes if s.speculation == engine.speculation and s.level == SamplingLevel.GREEDY]
+        greedy = SamplingWork(SamplingLevel.GREEDY)
+        own = [s for s in shapes if s.speculation == engine.speculation and s.work == greedy]
         self._shape = max(own, key=lambda shape: shape.pages)
         random = np.random.default_rng(1)
         slots, page_size = engine.config.slots, engine.config.page_size
@@ -58,6 +61,7 @@ class RoundParts:
             return () if module is None else random_cache(module, engine.page_count, page_size, self._mesh, dtype)
 
         self._caches = Caches(target=pools(engine.target), drafter=pools(engine.drafter))
+        self._adjustments = engine._programs.place(no_adjustments(slots, engine.target.config.vocab_size))
         self._pool_specs = jax.tree.map(lambda pool: pool.sharding.spec, self._caches)
         self.reset()
 
@@ -68,8 +72,8 @@ class RoundParts:
 
     def round(self) -> RoundResult:
         """One call of the engine's own program."""
-        self._caches, self._state, result = self._engine._programs.decode(
-            self._shape, self._caches, self._state, self._slots, self._table, self._capacity
+        self._caches, self._state, self._adjustments, result = self._engine._programs.decode(
+            self._shape, self._caches, self._state, self._adjustments, self._slots, self._table, self._capacity
         )
         return result
 
@@ -120,8 +124,7 @@ class RoundParts:
             return output, sample(logits, tree.depths, state, depth, SamplingLevel.GREEDY, target.vocab_split)
 
         arguments = (weights.leaves, self._caches.target, self._state, self._table, tree)
-        output_specs: Any = ForwardOutput(REPLICATED, REPLICATED, self._pool_specs.target)  # type: ignore[arg-type]
-        program = self._compile(body, arguments, (output_specs, REPLICATED))
+        program = self._compile(body, arguments, (self._engine._programs.output_specs, REPLICATED))
         return lambda: program(weights.leaves, self._caches.target, self._state, self._table, tree)
 
     def _commit(self, tree: DraftTree, output: ForwardOutput, predicted: jax.Array) -> Callable[[], RoundResult]:
@@ -129,7 +132,10 @@ class RoundParts:
 
         def body(leaves, caches, state, table, capacity, tree, output, predicted):  # type: ignore[no-untyped-def]
             drafting = self._drafting(weights.module(leaves), None)
-            return commit(drafting, caches, state, table, capacity, tree, output, accept(tree, predicted, depth))
+            accepted, log_probs = accept(tree, predicted, depth), no_log_probs(len(predicted))
+            return commit(
+                self._engine.target, drafting, caches, state, table, capacity, tree, output, accepted, log_probs
+            )
 
         fixed = (self._table, self._capacity, tree, output, predicted)
         arguments = (weights.leaves, self._caches, self._state, *fixed)
@@ -153,7 +159,8 @@ class RoundParts:
     ) -> Callable[..., Any]:
         in_specs = jax.tree.map(lambda array: array.sharding.spec, arguments)
         program = jax.shard_map(body, mesh=self._mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-        return jax.jit(program, donate_argnums=donate).lower(*arguments).compile()
+        lowered = jax.jit(program, donate_argnums=donate).lower(*arguments)
+        return lowered.compile(compiler_options=compiler_options(self._mesh, plain=not self._engine.speculation.budget))
 
 
 class _Weights:

@@ -6,6 +6,8 @@ token for token, on any mesh.
 """
 
 import enum
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +32,34 @@ def level_of(params: SamplingParams) -> SamplingLevel:
     if params.top_k or params.top_p < 1 or params.min_p:
         return SamplingLevel.FILTERED
     return SamplingLevel.TEMPERATURE
+
+
+@dataclass(frozen=True)
+class SamplingWork:
+    """What a program does to choose tokens.
+
+    Attributes:
+      adjusted: whether logits change first (`jaxspec.adjustments`).
+      log_probs: whether the target's log-probabilities are returned.
+    """
+
+    level: SamplingLevel
+    adjusted: bool = False
+    log_probs: bool = False
+
+    def __str__(self) -> str:
+        extras = [", adjusted"] * self.adjusted + [", log-probs"] * self.log_probs
+        return self.level.name.lower() + "".join(extras)
+
+
+def work_of(batch: Iterable[SamplingParams]) -> SamplingWork:
+    """The least work that serves every request of a batch."""
+    batch = list(batch)
+    return SamplingWork(
+        level=max(level_of(params) for params in batch),
+        adjusted=any(params.adjusted for params in batch),
+        log_probs=any(params.log_probs is not None for params in batch),
+    )
 
 
 def sample(

@@ -4,19 +4,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from model.batch import LayerRows
 from model.layers import Linear, RMSNorm, product
+from model.rope import RopeConfig
 from sharding.collectives import device_index, sum_over_devices
 from sharding.layout import Layout
 
 
-def rotary_tables(positions: jax.Array, inverse_frequencies: np.ndarray) -> tuple[jax.Array, jax.Array]:
+def rotary_tables(positions: jax.Array, rope: RopeConfig, head_dim: int) -> tuple[jax.Array, jax.Array]:
     """cos and sin of each position's angles; int32 [batch, rows] → two float32 [batch, rows, 1, head_dim / 2]."""
-    angles = positions[..., None, None].astype(jnp.float32) * jnp.asarray(inverse_frequencies)
-    return jnp.cos(angles), jnp.sin(angles)
+    angles = positions[..., None, None].astype(jnp.float32) * jnp.asarray(rope.inverse_frequencies(head_dim))
+    return jnp.cos(angles) * rope.amplitude, jnp.sin(angles) * rope.amplitude
 
 
 def rotate(x: jax.Array, tables: tuple[jax.Array, jax.Array]) -> jax.Array:
@@ -41,13 +41,13 @@ def attend(
 
     Args:
       queries: [batch, rows, kv_heads * group, head_dim].
-      context: keys and values [batch, context, kv_heads, head_dim].
+      context: keys [batch, context, kv_heads, head_dim] and values [batch, context, kv_heads, value_dim].
       context_mask: bool [batch, rows or 1, context].
-      rows: keys and values of this pass, [batch, rows, kv_heads, head_dim].
+      rows: keys and values of this pass, [batch, rows, kv_heads, …].
       visibility: bool [batch or 1, rows, rows].
       scale: multiplies the scores.
     Returns:
-      [batch, rows, kv_heads * group, head_dim] in the dtype of `queries`; softmax in float32.
+      [batch, rows, kv_heads * group, value_dim] in the dtype of `queries`; softmax in float32.
     """
     batch, count, heads, head_dim = queries.shape
     kv_heads = rows[0].shape[2]
@@ -63,11 +63,11 @@ def attend(
     old, new = jnp.exp(old - peak), jnp.exp(new - peak)
     total = old.sum(-1) + new.sum(-1)  # [batch, kv_heads, group, rows]
 
-    def mixed(weights: jax.Array, values: jax.Array) -> jax.Array:  # [batch, rows, kv_heads, group, head_dim]
+    def mixed(weights: jax.Array, values: jax.Array) -> jax.Array:  # [batch, rows, kv_heads, group, value_dim]
         return product("bkgrc,bckd->brkgd", weights.astype(values.dtype), values, jnp.float32)
 
     result = (mixed(old, context[1]) + mixed(new, rows[1])) / total.transpose(0, 3, 1, 2)[..., None]
-    return result.reshape(batch, count, heads, head_dim).astype(queries.dtype)
+    return result.reshape(batch, count, heads, -1).astype(queries.dtype)
 
 
 class Attention(nnx.Module):

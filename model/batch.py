@@ -70,8 +70,10 @@ class ForwardOutput:
       hidden: [batch, rows, hidden], after the final norm; `target.logits` turns it into logits.
       tapped: [batch, rows, taps * hidden], the residual stream after each tapped layer, in the order asked for.
       rows: the new cache rows of every layer. The pass itself writes no cache.
+      experts: int32 [layers with experts, batch, rows, k], those that each row chose; of size 0 in a dense model.
     """
 
     hidden: jax.Array
     tapped: jax.Array
     rows: tuple[LayerRows, ...]
+    experts: jax.Array

@@ -4,6 +4,9 @@ A cache is a tuple with one entry a layer, each a tuple of pools `[pages, page_s
 attention). Target and drafter have pools of their own and share the page table, so position p of a sequence lives in
 page `page_table[p // page_size]` of every pool. An entry that holds no page is `pages`, one past the last: reads there
 are clipped and masked by length, writes are dropped.
+
+A model may split the rows of each page over the mesh ("page_rows" of its layout): device d then holds the d-th part of
+every page, so that a context is spread evenly whatever its length.
 """
 
 from dataclasses import dataclass
@@ -13,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from model.batch import LayerRows
+from sharding.collectives import device_index
 from sharding.layout import Layout
 
 PagedCache = tuple[tuple[jax.Array, ...], ...]
@@ -24,6 +28,11 @@ class RowSpec:
 
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
+
+
+def pool_spec(row: RowSpec, layout: Layout) -> jax.sharding.PartitionSpec:
+    """How a pool `[pages, page_size, *row]` is split over the mesh."""
+    return layout.spec((None, "page_rows", *row.axes))
 
 
 def key_value_rows(layers: int, kv_heads: int, head_dim: int) -> tuple[tuple[RowSpec, ...], ...]:
@@ -43,7 +52,7 @@ def empty_cache(
     """Pools of zeros, `[pages, page_size, *row]`, split over the mesh as the layout says."""
 
     def pool(spec: RowSpec) -> jax.Array:
-        sharding = jax.sharding.NamedSharding(mesh, layout.spec((None, None, *spec.axes)))
+        sharding = jax.sharding.NamedSharding(mesh, pool_spec(spec, layout))
         return jnp.zeros((pages, page_size, *spec.shape), dtype, device=sharding)
 
     return jax.tree.map(pool, specs, is_leaf=lambda node: isinstance(node, RowSpec))
@@ -62,12 +71,24 @@ def context_rows(pool: jax.Array, page_table: jax.Array) -> jax.Array:
     return rows.reshape(rows.shape[0], rows.shape[1] * rows.shape[2], *rows.shape[3:])
 
 
+def context_positions(pool: jax.Array, width: int, shares: int = 1) -> jax.Array:
+    """int32 [width * page_size]: the position of each row that `context_rows` gives of a table of `width` pages.
+
+    Args:
+      shares: devices that the rows of a page are split over.
+    """
+    local = pool.shape[1]
+    rows = jnp.arange(width * local, dtype=jnp.int32)
+    return rows // local * (local * shares) + device_index(shares > 1) * local + rows % local
+
+
 def write_rows(
     cache: PagedCache,
     rows: tuple[LayerRows, ...],
     page_table: jax.Array,
     positions: jax.Array,
     keep: jax.Array,
+    shares: int = 1,
 ) -> PagedCache:
     """Writes the kept rows at their positions, in place where the cache is donated.
 
@@ -76,15 +97,19 @@ def write_rows(
       page_table: int32 [batch, width].
       positions: int32 [batch, rows].
       keep: bool [batch, rows]; the other rows leave no trace.
+      shares: devices that the rows of a page are split over; each writes its own.
     """
     if not cache:
         return cache
-    pages, page_size = cache[0][0].shape[:2]
+    pages, local = cache[0][0].shape[:2]
+    page_size = local * shares
     page = jnp.take_along_axis(page_table, positions // page_size, axis=1, mode="fill", fill_value=pages)
-    slots = jnp.where(keep, page * page_size + positions % page_size, pages * page_size).reshape(-1)
+    row = positions % page_size - device_index(shares > 1) * local
+    here = keep & (row >= 0) & (row < local)
+    slots = jnp.where(here, page * local + row, pages * local).reshape(-1)
 
     def write(pool: jax.Array, new: jax.Array) -> jax.Array:
-        flat = pool.reshape(pages * page_size, *pool.shape[2:])
+        flat = pool.reshape(pages * local, *pool.shape[2:])
         new = new.reshape(-1, *new.shape[2:]).astype(pool.dtype)
         return flat.at[slots].set(new, mode="drop").reshape(pool.shape)
 

@@ -8,45 +8,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from model.fields import Fields
+from model.rope import MAX_POSITIONS, RopeConfig, read_rope
 
 # Far beyond any published model; what exceeds them is a damaged file, and would take hours or overflow.
-MAX_SIZE, MAX_HEADS, MAX_LAYERS, MAX_POSITIONS = 2**24, 2**12, 2**10, 2**30
+MAX_SIZE, MAX_HEADS, MAX_LAYERS = 2**24, 2**12, 2**10
 MAX_BLOCK = 1025  # Rows of one drafter pass.
 TARGET_FAMILIES = {"LlamaForCausalLM": "llama", "Qwen3ForCausalLM": "qwen3"}
-
-
-@dataclass(frozen=True)
-class RopeConfig:
-    """Rotary position embedding.
-
-    Attributes:
-      theta: base of the frequencies.
-      kind: "default", or "llama3" (Llama 3.1's piecewise scaling, which reads the four fields below).
-    """
-
-    theta: float
-    kind: str = "default"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 1.0
-    original_max_position_embeddings: int = 0
-
-    def inverse_frequencies(self, head_dim: int) -> np.ndarray:
-        """float32 [head_dim / 2]: radians per position of each rotated pair."""
-        exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-        frequencies = (1.0 / np.float32(self.theta) ** exponents).astype(np.float32)
-        if self.kind == "default":
-            return frequencies
-        # Llama 3.1: long wavelengths are stretched by `factor`, short ones kept, the band between interpolated.
-        wavelengths = 2 * np.pi / frequencies
-        smooth = (self.original_max_position_embeddings / wavelengths - self.low_freq_factor) / (
-            self.high_freq_factor - self.low_freq_factor
-        )
-        smooth = np.clip(smooth, 0.0, 1.0)
-        return ((1 - smooth) * frequencies / self.factor + smooth * frequencies).astype(np.float32)
 
 
 @dataclass(frozen=True)
@@ -118,7 +86,7 @@ def read_model_config(raw: Mapping[str, Any]) -> ModelConfig:
     if name not in TARGET_FAMILIES:
         raise ValueError(f"config.json architectures: found {name!r}, expected one of {sorted(TARGET_FAMILIES)}")
     family = TARGET_FAMILIES[name]
-    _refuse(raw, {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu", "use_sliding_window": False})
+    Fields(raw).only({"attention_bias": False, "mlp_bias": False, "hidden_act": "silu", "use_sliding_window": False})
     if raw.get("quantization_config"):
         raise ValueError("config.json quantization_config: quantised Llama and Qwen3 checkpoints are not supported")
     fields = Fields(raw)
@@ -130,7 +98,7 @@ def read_model_config(raw: Mapping[str, Any]) -> ModelConfig:
         **shape,
         tie_word_embeddings=fields.flag("tie_word_embeddings", False),
         qk_norm=family == "qwen3",
-        eos_token_ids=_read_ends(fields, shape["vocab_size"]),
+        eos_token_ids=read_ends(fields, shape["vocab_size"]),
     )
 
 
@@ -151,7 +119,7 @@ def read_dflash_config(raw: Mapping[str, Any]) -> DFlashConfig:
         )
     if name != "DFlashDraftModel":
         raise ValueError(f"config.json architectures: found {name!r}, expected 'DFlashDraftModel'")
-    _refuse(raw, {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu"})
+    Fields(raw).only({"attention_bias": False, "mlp_bias": False, "hidden_act": "silu"})
     for key in (
         "attention_sink_bias",
         "attention_value_scale",
@@ -190,7 +158,7 @@ def default_target_layers(num_target_layers: int, count: int) -> tuple[int, ...]
     return tuple(round(1 + i * (num_target_layers - 4) / (count - 1)) for i in range(count))
 
 
-def check_drafter(target: ModelConfig, drafter: DFlashConfig) -> None:
+def check_drafter(target: Any, drafter: DFlashConfig) -> None:
     """Raises ValueError, naming the field, where `drafter` was not made for `target`."""
     for field, found, expected in (
         ("hidden_size", drafter.hidden_size, target.hidden_size),
@@ -219,12 +187,6 @@ def architecture(raw: Mapping[str, Any]) -> str:
     return names[0]
 
 
-def _refuse(raw: Mapping[str, Any], supported: Mapping[str, Any]) -> None:
-    for key, value in supported.items():
-        if raw.get(key, value) not in (value, None):
-            raise ValueError(f"config.json {key}: found {raw[key]!r}, only {value!r} is supported")
-
-
 def _read_shape(fields: Fields) -> dict[str, Any]:
     """The fields that targets and drafters share."""
     heads = fields.integer("num_attention_heads", 1, MAX_HEADS)
@@ -246,31 +208,9 @@ def _read_shape(fields: Fields) -> dict[str, Any]:
         "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
         "rms_norm_eps": fields.real("rms_norm_eps", high=1.0),
-        "rope": _read_rope(fields),
+        "rope": read_rope(fields, head_dim),
         "max_position_embeddings": fields.integer("max_position_embeddings", 2, MAX_POSITIONS),
     }
-
-
-def _read_rope(fields: Fields) -> RopeConfig:
-    """Reads `rope_theta` + `rope_scaling` (older files) or `rope_parameters` (newer ones)."""
-    table: dict[str, Any] = {}
-    for key in ("rope_scaling", "rope_parameters"):
-        if any(isinstance(value, dict) for value in fields.section(key).values()):
-            raise fields.wrong(key, "one set of parameters for all layers")
-        table |= fields.section(key)
-    _refuse({**fields.table, **table}, {"partial_rotary_factor": 1.0})
-    rope = Fields(table, f"{fields.where} rope_scaling")
-    theta = (rope if "rope_theta" in table else fields).real("rope_theta")
-    kind = table.get("rope_type", table.get("type", "default"))
-    if kind == "default":
-        return RopeConfig(theta)
-    if kind != "llama3":
-        raise ValueError(f"config.json rope_scaling: found type {kind!r}, only 'default' and 'llama3' are supported")
-    low, high = rope.real("low_freq_factor"), rope.real("high_freq_factor")
-    if low >= high:
-        raise rope.wrong("high_freq_factor", f"more than low_freq_factor ({low:g})")
-    trained = rope.integer("original_max_position_embeddings", 1, MAX_POSITIONS)
-    return RopeConfig(theta, kind, rope.real("factor"), low, high, trained)
 
 
 def _read_layer_types(fields: Fields, layers: int) -> list[str]:
@@ -282,7 +222,7 @@ def _read_layer_types(fields: Fields, layers: int) -> list[str]:
     return kinds
 
 
-def _read_ends(fields: Fields, vocab_size: int) -> tuple[int, ...]:
+def read_ends(fields: Fields, vocab_size: int) -> tuple[int, ...]:
     """`eos_token_id`: one id, a list of them, or none."""
     found = fields.table.get("eos_token_id")
     if found is None or found == []:

@@ -1,12 +1,12 @@
 """Conversion of a published checkpoint: a plan that accounts for every tensor, then parts written one by one.
 
-Nothing is written before the plan stands and the tokenizer is read. Memory holds one part and a block of rows, whatever
-the checkpoint's size.
+Nothing is written before the plan stands and the tokenizer is read. Memory holds the part that is written, the next
+one, which is read meanwhile, and a block of rows, whatever the checkpoint's size.
 """
 
-import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,16 +14,13 @@ from tempfile import TemporaryDirectory
 import jax.numpy as jnp
 import numpy as np
 
-from model.families import FAMILIES, Family, Kind, family_of
-from model.parameters import WeightSpec, weight_specs
+from model.assembly import Recipe, plan_recipes, read_slab
+from model.families import FAMILIES, Kind, family_of
+from model.parameters import weight_specs
 from model.sources import Source
 from model.tokenizer import Tokenizer
-from sharding.checkpoint import DTYPES, MANIFEST, MAX_PART_BYTES, Part, Slab, Tensor, partition, read_manifest
 from sharding.journal import CheckpointWriter
-from sharding.layout import AXIS_RULES
-
-BLOCK_BYTES = 32 * 2**20  # Rows are read and cast in blocks of about this size.
-_DERIVED = re.compile(r"rotary_emb\.inv_freq$")  # Buffers that follow from the config.
+from sharding.manifest import FLOAT_DTYPES, MANIFEST, MAX_PART_BYTES, Part, Slab, Tensor, partition, read_manifest
 
 
 @dataclass(frozen=True)
@@ -32,9 +29,9 @@ class ConversionPlan:
 
     Attributes:
       kind, family: of the model.
-      dtype: of every weight written.
-      parts: what each Orbax checkpoint will hold, under our names.
-      mapping: our name of each weight → its name in the source.
+      dtype: of every weight written that is not quantised.
+      parts: what each Orbax checkpoint will hold, under our names, in the order in which the source holds it.
+      recipes: our name of each weight → what it is made of.
       notes: tensors of the source that are left out on purpose, with the reason.
     """
 
@@ -42,7 +39,7 @@ class ConversionPlan:
     family: str
     dtype: str
     parts: tuple[Part, ...]
-    mapping: Mapping[str, str]
+    recipes: Mapping[str, Recipe]
     notes: tuple[str, ...]
 
     @property
@@ -69,21 +66,20 @@ def plan_conversion(
         raise ValueError(f"{source.path}: found a {family.kind} ({name}), expected a {kind}")
     config = family.read_config(source.config)
     dtype = dtype or _own_dtype(source)
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype: found {dtype!r}, expected one of {', '.join(DTYPES)}")
+    if dtype not in FLOAT_DTYPES:
+        raise ValueError(f"dtype: found {dtype!r}, expected one of {', '.join(FLOAT_DTYPES)}")
     specs = weight_specs(family.build(config, 1, jnp.dtype(dtype)))
-    mapping = {
-        spec.name: next((n for n in family.source_names(spec.name) if n in source.tensors), None) for spec in specs
-    }
-    notes = _check(source, family, specs, mapping, getattr(config, "tie_word_embeddings", False))
+    recipes, notes = plan_recipes(source, family, config, specs)
     _check_tokenizer(source, family.kind)
     groups: dict[str, list[Tensor]] = {}
     for spec in specs:
-        split = [axis for axis, logical in enumerate(spec.axes) if logical in AXIS_RULES]
-        tensor = Tensor(spec.name, spec.shape, dtype, split[0] if split else 0)
-        groups.setdefault(_group(spec.name), []).append(tensor)
-    found = {ours: theirs for ours, theirs in mapping.items() if theirs is not None}
-    return ConversionPlan(family.kind, name, dtype, partition(groups, max_part_bytes), found, notes)
+        groups.setdefault(_group(spec.name), []).append(Tensor(spec.name, spec.shape, str(spec.dtype)))
+    parts = [
+        Part(part.name, tuple(sorted(part.slabs, key=lambda slab: _place(slab, recipes))))
+        for part in partition(groups, max_part_bytes)
+    ]
+    parts.sort(key=lambda part: _place(part.slabs[0], recipes))
+    return ConversionPlan(family.kind, name, dtype, tuple(parts), recipes, notes)
 
 
 def convert(
@@ -113,11 +109,11 @@ def convert(
     tokenizer.mkdir(exist_ok=True)
     source.write_tokenizer(tokenizer)
     for part in plan.parts:
-        if part.name not in writer.finished:
-            writer.add(
-                part,
-                {s.tensor.name: read_slab(source, plan.mapping[s.tensor.name], s) for s in part.slabs},
-            )
+        if part.name in writer.finished:
+            progress(part)
+    missing = [part for part in plan.parts if part.name not in writer.finished]
+    for part, arrays in _read_ahead(source, plan, missing):
+        writer.add(part, arrays)
         progress(part)
     about = {
         "kind": plan.kind,
@@ -139,66 +135,23 @@ def is_converted(output: Path, source: Source, plan: ConversionPlan) -> bool:
     return False
 
 
-def read_slab(source: Source, name: str, slab: Slab) -> np.ndarray:
-    """Reads one slab of the source's tensor `name`, cast to the slab's dtype.
+def _read_ahead(
+    source: Source, plan: ConversionPlan, parts: Sequence[Part]
+) -> Iterator[tuple[Part, dict[str, np.ndarray]]]:
+    """Each part and its arrays; the next part is read while the caller writes this one."""
 
-    Raises:
-      ValueError: naming the tensor, if it holds NaN or infinity, or values that the dtype cannot hold.
-    """
-    out = np.empty(slab.shape, jnp.dtype(slab.tensor.dtype))
-    rows = slab.tensor.shape[0]
-    first, last = (slab.start, slab.stop) if slab.tensor.axis == 0 else (0, rows)
-    columns = (slice(None),) * slab.tensor.axis + (slice(slab.start, slab.stop),) if slab.tensor.axis else ()
-    step = max(1, BLOCK_BYTES // max(1, 4 * int(np.prod(slab.tensor.shape[1:]))))
-    for start in range(first, last, step):
-        stop = min(start + step, last)
-        block = source.read(name, start, stop)[columns]
-        with np.errstate(over="ignore"):
-            out[start - first : stop - first] = block
-        if not np.isfinite(out[start - first : stop - first]).all():
-            if not np.isfinite(block).all():
-                raise ValueError(f"{source.path}: {name} has NaN or infinite values, so the checkpoint is damaged")
-            raise ValueError(
-                f"{source.path}: {name} has values beyond {slab.tensor.dtype}'s range; use --dtype float32"
-            )
-    return out
+    def read(part: Part) -> dict[str, np.ndarray]:
+        return {slab.tensor.name: read_slab(source, plan.recipes[slab.tensor.name], slab) for slab in part.slabs}
 
-
-def _check(
-    source: Source, family: Family, specs: tuple[WeightSpec, ...], mapping: Mapping[str, str | None], tied: bool
-) -> tuple[str, ...]:
-    """Raises ValueError unless source and weights match one to one; returns what is left out on purpose."""
-    problems, notes = [], []
-    missing = [family.source_names(ours)[0] for ours, theirs in mapping.items() if theirs is None]
-    if missing:
-        problems.append(f"missing {_listed(missing)}")
-    unmapped = []
-    for name in sorted(set(source.tensors) - set(mapping.values())):
-        if _DERIVED.search(name):
-            notes.append(f"{name}: left out, it follows from the config")
-        elif tied and name == "lm_head.weight":
-            notes.append(f"{name}: left out, tied to the embedding")
-        else:
-            unmapped.append(name)
-    if unmapped:
-        problems.append(f"unmapped {_listed(unmapped)}")
-    misshapen, unreadable = [], []
-    for spec in specs:
-        theirs = mapping[spec.name]
-        if theirs is None:
-            continue
-        tensor = source.tensors[theirs]
-        if tensor.shape != spec.shape:
-            misshapen.append(f"{theirs} (found {list(tensor.shape)}, expected {list(spec.shape)})")
-        if tensor.dtype not in DTYPES:
-            unreadable.append(f"{theirs} ({tensor.dtype})")
-    if misshapen:
-        problems.append(f"misshapen {_listed(misshapen)}")
-    if unreadable:
-        problems.append(f"unsupported dtype {_listed(unreadable)}")
-    if problems:
-        raise ValueError(f"{source.path}: tensors do not match its config: {'; '.join(problems)}")
-    return tuple(notes)
+    with ThreadPoolExecutor(1) as reader:
+        begun: tuple[Part, Future[dict[str, np.ndarray]]] | None = None
+        for part in parts:
+            following = part, reader.submit(read, part)
+            if begun:
+                yield begun[0], begun[1].result()
+            begun = following
+        if begun:
+            yield begun[0], begun[1].result()
 
 
 def _check_tokenizer(source: Source, kind: Kind) -> None:
@@ -213,18 +166,21 @@ def _check_tokenizer(source: Source, kind: Kind) -> None:
 
 
 def _own_dtype(source: Source) -> str:
-    """The dtype that most bytes of the source are kept in."""
+    """The dtype that most bytes of the source are kept in, quantised weights and their scales not counted."""
     sizes: Counter[str] = Counter()
-    for tensor in source.tensors.values():
-        sizes[tensor.dtype] += tensor.nbytes
+    for name, tensor in source.tensors.items():
+        if tensor.dtype in FLOAT_DTYPES and not name.endswith(("weight_scale", "weight_scale_inv")):
+            sizes[tensor.dtype] += tensor.nbytes
     return sizes.most_common(1)[0][0] if sizes else "float32"
+
+
+def _place(slab: Slab, recipes: Mapping[str, Recipe]) -> tuple[int, int]:
+    """Where in the source a slab begins."""
+    recipe = recipes[slab.tensor.name]
+    return min(recipe.places[slab.start : slab.stop] if recipe.stacked else recipe.places), slab.start
 
 
 def _group(name: str) -> str:
     """The part that a weight belongs to: its layer's, or its own outside the layers."""
     parts = name.split(".")
     return ".".join(parts[:2] if parts[0] == "layers" else parts[:1])
-
-
-def _listed(names: list[str], most: int = 12) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -9,9 +9,10 @@ from typing import Any, Literal
 
 from flax import nnx
 
-from model import dflash, llama
+from model import dflash, kimi, llama
 from model.config import TARGET_FAMILIES, architecture, read_dflash_config, read_model_config
-from sharding.layout import Layout
+from model.kimi_config import KIMI_ARCHITECTURES, read_kimi_config
+from sharding.layout import DEFAULT_PLACEMENT, Layout, Placement
 
 Kind = Literal["target", "drafter"]
 
@@ -24,20 +25,29 @@ class Family:
       kind: "target" or "drafter".
       read_config: a `config.json` → the family's config; refuses what is not supported.
       module: the module class, called with (config, layout, dtype).
-      layout_of: (config, devices) → what the mesh may split.
-      source_names: our name of a weight → the names that published checkpoints give it.
+      layout_of: (config, devices, for targets also a placement) → what the mesh may split.
+      source_names: our name of a weight → the names that published checkpoints give it; "{}" in a name stands for the
+        number of an expert, of which ours stacks all.
+      left_out: (config, published name) → why a tensor is not a weight of the model; None if nothing says so.
     """
 
     kind: Kind
     read_config: Callable[[Mapping[str, Any]], Any]
     module: Callable[[Any, Layout, Any], nnx.Module]
-    layout_of: Callable[[Any, int], Layout]
+    layout_of: Callable[..., Layout]
     source_names: Callable[[str], tuple[str, ...]]
+    left_out: Callable[[Any, str], str | None] = lambda config, name: None
 
-    def build(self, config: Any, devices: int, dtype: Any) -> Callable[[], nnx.Module]:
+    def build(
+        self, config: Any, devices: int, dtype: Any, placement: Placement = DEFAULT_PLACEMENT
+    ) -> Callable[[], nnx.Module]:
         """What makes the module, for `weight_specs` and `fill`."""
-        layout = self.layout_of(config, devices)
+        layout = self.placed(config, devices, placement)
         return lambda: self.module(config, layout, dtype)
+
+    def placed(self, config: Any, devices: int, placement: Placement) -> Layout:
+        """The layout under a user's choices; those concern the target alone."""
+        return self.layout_of(config, devices, *([placement] if self.kind == "target" else []))
 
 
 _LLAMA = Family(
@@ -51,6 +61,14 @@ _LLAMA = Family(
 FAMILIES: Mapping[str, Family] = {
     "llama": _LLAMA,
     "qwen3": _LLAMA,
+    "kimi": Family(
+        kind="target",
+        read_config=read_kimi_config,
+        module=kimi.KimiForCausalLM,
+        layout_of=kimi.layout_of,
+        source_names=kimi.tensor_names,
+        left_out=kimi.left_out,
+    ),
     "dflash": Family(
         kind="drafter",
         read_config=read_dflash_config,
@@ -70,7 +88,9 @@ def family_of(raw: Mapping[str, Any]) -> str:
     name = architecture(raw)
     if name.startswith("DFlash"):  # DFlash 2 too, which `read_dflash_config` refuses by name.
         return "dflash"
+    if name in KIMI_ARCHITECTURES:
+        return "kimi"
     if name not in TARGET_FAMILIES:
-        known = [*sorted(TARGET_FAMILIES), "DFlashDraftModel"]
+        known = [*sorted([*TARGET_FAMILIES, *KIMI_ARCHITECTURES]), "DFlashDraftModel"]
         raise ValueError(f"config.json architectures: found {name!r}, expected one of {', '.join(known)}")
     return TARGET_FAMILIES[name]

@@ -40,6 +40,14 @@ class Fields:
             return float(value)
         raise self.wrong(key, "a finite number above 0" + (f" and below {high:g}" if high < math.inf else ""))
 
+    def reals(self, key: str) -> tuple[float, ...]:
+        """A list of at least one number above 0."""
+        value = self._value(key)
+        numbers = value if isinstance(value, list) else []
+        if numbers and all(type(x) in (int, float) and 0 < _float32(x) < math.inf for x in numbers):
+            return tuple(float(x) for x in numbers)
+        raise self.wrong(key, "a list of finite numbers above 0")
+
     def flag(self, key: str, default: bool | None = None) -> bool:
         """true or false."""
         value = self._value(key, default)
@@ -53,6 +61,12 @@ class Fields:
         if not isinstance(value, dict):
             raise self.wrong(key, "an object")
         return {name: item for name, item in value.items() if item is not None}
+
+    def only(self, supported: Mapping[str, Any]) -> None:
+        """Refuses any other value of the fields named in `supported`; absent ones pass."""
+        for key, value in supported.items():
+            if self.table.get(key, value) not in (value, None):
+                raise ValueError(f"{self.where} {key}: found {self.table[key]!r}, only {value!r} is supported")
 
     def wrong(self, key: str, expected: str) -> ValueError:
         """The error for a field that does not hold what is expected."""

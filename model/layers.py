@@ -87,14 +87,18 @@ class Embedding(nnx.Module):
 
 
 class GatedMLP(nnx.Module):
-    """SwiGLU: down(silu(gate(x)) · up(x)), its inner units split over the mesh where they divide."""
+    """SwiGLU: down(silu(gate(x)) · up(x)), its inner units (`axis`) split over the mesh where they divide."""
 
-    def __init__(self, hidden: int, inner: int, layout: Layout, dtype: Any):
-        self.split = layout.splits("mlp")
-        self.gate_proj = Linear(inner, hidden, ("mlp", None), dtype)
-        self.up_proj = Linear(inner, hidden, ("mlp", None), dtype)
-        self.down_proj = Linear(hidden, inner, (None, "mlp"), dtype)
+    def __init__(self, hidden: int, inner: int, layout: Layout, dtype: Any, axis: str = "mlp"):
+        self.split = layout.splits(axis)
+        self.gate_proj = Linear(inner, hidden, (axis, None), dtype)
+        self.up_proj = Linear(inner, hidden, (axis, None), dtype)
+        self.down_proj = Linear(hidden, inner, (None, axis), dtype)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., hidden] → the same shape, equal on every device."""
-        return sum_over_devices(self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x)), self.split)
+        return sum_over_devices(self.partial(x), self.split)
+
+    def partial(self, x: jax.Array) -> jax.Array:
+        """What this device's inner units contribute, not yet added over the devices."""
+        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))

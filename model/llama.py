@@ -11,7 +11,7 @@ from model.batch import ForwardBatch, ForwardOutput, LayerRows
 from model.cache import PagedCache, RowSpec, context_rows, key_value_rows
 from model.config import ModelConfig
 from model.layers import Embedding, GatedMLP, RMSNorm
-from sharding.layout import Layout
+from sharding.layout import DEFAULT_PLACEMENT, Layout, Placement
 
 
 class DecoderLayer(nnx.Module):
@@ -82,7 +82,7 @@ class LlamaForCausalLM(nnx.Module):
         """Runs every row of `batch`; `taps` are the 0-based layers whose outputs are returned."""
         batch.check()
         x = self.embed_tokens(batch.tokens)
-        tables = rotary_tables(batch.positions, self.config.rope.inverse_frequencies(self.config.head_dim))
+        tables = rotary_tables(batch.positions, self.config.rope, self.config.head_dim)
         context = batch.page_table.shape[1] * cache[0][0].shape[1]
         context_mask = jnp.arange(context) < batch.context_length[:, None, None]  # [batch, 1, context]
         rows, outputs = [], []
@@ -91,7 +91,8 @@ class LlamaForCausalLM(nnx.Module):
             rows.append(new)
             outputs.append(x)
         tapped = jnp.concatenate([outputs[i] for i in taps], axis=-1) if taps else x[..., :0]
-        return ForwardOutput(hidden=self.norm(x), tapped=tapped, rows=tuple(rows))
+        experts = jnp.zeros((0, *batch.tokens.shape, 0), jnp.int32)
+        return ForwardOutput(hidden=self.norm(x), tapped=tapped, rows=tuple(rows), experts=experts)
 
     def embed(self, tokens: jax.Array) -> jax.Array:
         """int32 [...] → [..., hidden]; the drafter's input rows come from here too."""
@@ -102,8 +103,20 @@ class LlamaForCausalLM(nnx.Module):
         return (self.embed_tokens if self.config.tie_word_embeddings else self.lm_head).logits(hidden)
 
 
-def layout_of(config: ModelConfig, devices: int) -> Layout:
-    """What the mesh may split, counted in heads, MLP units and vocabulary rows."""
+def layout_of(config: ModelConfig, devices: int, placement: Placement = DEFAULT_PLACEMENT) -> Layout:
+    """What the mesh may split, counted in heads, MLP units and vocabulary rows.
+
+    Raises:
+      ValueError: naming the setting, if `placement` asks for what this family does not have.
+    """
+    if placement.experts != DEFAULT_PLACEMENT.experts:
+        raise ValueError(
+            f"EngineConfig.expert_layout: found {placement.experts!r}, but a {config.family} target has no experts"
+        )
+    if placement.page_rows:
+        raise ValueError(
+            f"EngineConfig.shard_cache: found 'sequence', but a {config.family} target's cache is split by K/V heads"
+        )
     return Layout(
         devices,
         (

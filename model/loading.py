@@ -12,9 +12,12 @@ from jax.sharding import NamedSharding
 from model.config import DFlashConfig, ModelConfig, check_drafter
 from model.dflash import DFlashDrafter
 from model.families import FAMILIES, Family, Kind
-from model.llama import LlamaForCausalLM
-from model.parameters import fill, weight_specs
-from sharding.checkpoint import DTYPES, Manifest, Tensor, load_arrays, read_manifest
+from model.kimi_config import KimiConfig
+from model.parameters import WeightSpec, fill, weight_specs
+from model.target import Target
+from sharding.checkpoint import load_arrays
+from sharding.layout import DEFAULT_PLACEMENT, Placement
+from sharding.manifest import FLOAT_DTYPES, Manifest, Tensor, read_manifest
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     family = FAMILIES.get(about["family"]) if isinstance(about["family"], str) else None
     if family is None:
         raise ValueError(f"{folder}: manifest family: found {about['family']!r}, expected one of {sorted(FAMILIES)}")
-    for key, expected in (("kind", (family.kind,)), ("dtype", DTYPES)):
+    for key, expected in (("kind", (family.kind,)), ("dtype", FLOAT_DTYPES)):
         if about[key] not in expected:
             raise ValueError(f"{folder}: manifest {key}: found {about[key]!r}, expected {' or '.join(expected)}")
     if not isinstance(about["config"], dict):
@@ -70,45 +73,57 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     return Checkpoint(folder, about["family"], family.kind, config, about["config"], about["dtype"], manifest)
 
 
-def load_target(path: str | Path, mesh: jax.sharding.Mesh, dtype: Any = None) -> LlamaForCausalLM:
+def load_target(
+    path: str | Path, mesh: jax.sharding.Mesh, dtype: Any = None, placement: Placement = DEFAULT_PLACEMENT
+) -> Target:
     """Loads a target.
 
     Args:
       path: a converted checkpoint.
       mesh: where its weights go.
       dtype: of weights and activations; None takes the checkpoint's own.
+      placement: the user's choices among the family's layouts.
     Raises:
       ValueError: in one line, if it is not a target, damaged, or its weights do not match its config.
     """
-    return cast(LlamaForCausalLM, _load(open_checkpoint(path), "target", mesh, dtype))
+    return cast(Target, _load(open_checkpoint(path), "target", mesh, dtype, placement))
 
 
 def load_drafter(
-    path: str | Path, mesh: jax.sharding.Mesh, target_config: ModelConfig, dtype: Any = None
+    path: str | Path, mesh: jax.sharding.Mesh, target_config: ModelConfig | KimiConfig, dtype: Any = None
 ) -> DFlashDrafter:
     """Loads a DFlash drafter made for the target of `target_config`; otherwise as `load_target`."""
     checkpoint = open_checkpoint(path)
     if isinstance(checkpoint.config, DFlashConfig):
         check_drafter(target_config, checkpoint.config)
-    return cast(DFlashDrafter, _load(checkpoint, "drafter", mesh, dtype))
+    return cast(DFlashDrafter, _load(checkpoint, "drafter", mesh, dtype, DEFAULT_PLACEMENT))
 
 
-def _load(checkpoint: Checkpoint, kind: Kind, mesh: jax.sharding.Mesh, dtype: Any) -> nnx.Module:
+def _load(checkpoint: Checkpoint, kind: Kind, mesh: jax.sharding.Mesh, dtype: Any, placement: Placement) -> nnx.Module:
     if checkpoint.kind != kind:
         raise ValueError(f"{checkpoint.folder}: found a {checkpoint.kind} ({checkpoint.family}), expected a {kind}")
     family: Family = FAMILIES[checkpoint.family]
     dtype = jnp.dtype(dtype or checkpoint.dtype)
-    build = family.build(checkpoint.config, mesh.size, dtype)
-    layout = family.layout_of(checkpoint.config, mesh.size)
+    build = family.build(checkpoint.config, mesh.size, dtype, placement)
+    layout = family.placed(checkpoint.config, mesh.size, placement)
     specs = {spec.name: spec for spec in weight_specs(build)}
-    stored = {name: tensor.shape for name, tensor in checkpoint.manifest.tensors.items()}
-    for name in sorted(set(stored) ^ set(specs) | {n for n in stored if n in specs and stored[n] != specs[n].shape}):
-        expected = list(specs[name].shape) if name in specs else "no such tensor"
-        found = list(stored[name]) if name in stored else "nothing"
-        raise ValueError(f"{checkpoint.folder}: tensor {name}: found {found}, expected {expected}; convert it again")
-
-    def sharding(tensor: Tensor) -> NamedSharding:
-        return NamedSharding(mesh, layout.spec(specs[tensor.name].axes))
-
-    arrays = load_arrays(checkpoint.folder, checkpoint.manifest, dtype, sharding)
+    stored = checkpoint.manifest.tensors
+    for name in sorted(set(stored) | set(specs)):
+        expected = _described(specs[name]) if name in specs else "no such tensor"
+        found = _described(stored[name]) if name in stored else "nothing"
+        if found != expected:
+            raise ValueError(
+                f"{checkpoint.folder}: tensor {name}: found {found}, expected {expected}; convert it again"
+            )
+    wanted = {
+        name: jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=NamedSharding(mesh, layout.spec(spec.axes)))
+        for name, spec in specs.items()
+    }
+    arrays = load_arrays(checkpoint.folder, checkpoint.manifest, wanted)
     return fill(build, lambda spec: arrays.pop(spec.name))
+
+
+def _described(tensor: Tensor | WeightSpec) -> str:
+    """Shape and dtype; a float's dtype is left out, since it is cast."""
+    dtype = str(tensor.dtype)
+    return str(list(tensor.shape)) + ("" if dtype in FLOAT_DTYPES else f" of {dtype}")

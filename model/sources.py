@@ -13,8 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
+
+from model import tiktoken_tokenizer
 
 CONFIG = "config.json"
 SINGLE_FILE = "model.safetensors"
@@ -26,8 +29,15 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "generation_config.json",
 )
-OTHER_TOKENIZERS = ("tokenizer.model", "vocab.json", "tiktoken.model")  # Of SentencePiece and of slow tokenizers.
-DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+OTHER_TOKENIZERS = ("tokenizer.model", "vocab.json")  # Of SentencePiece and of slow tokenizers.
+DTYPES = {
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "I32": "int32",
+    "I64": "int64",
+}
 
 
 @dataclass(frozen=True)
@@ -39,8 +49,8 @@ class SourceTensor:
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes in that dtype."""
-        return int(np.prod(self.shape)) * (4 if self.dtype == "float32" else 2)
+        """Size in bytes in that dtype, one of `DTYPES`."""
+        return int(np.prod(self.shape)) * jnp.dtype(self.dtype).itemsize
 
 
 class Source(Protocol):
@@ -49,7 +59,7 @@ class Source(Protocol):
     Attributes:
       path: the folder or file.
       config: its `config.json`, or the equivalent of one.
-      tensors: every tensor, by Hugging Face name.
+      tensors: every tensor, by Hugging Face name, in the order in which they lie in the files.
       fingerprint: changes when the files do.
     """
 
@@ -59,7 +69,11 @@ class Source(Protocol):
     fingerprint: str
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Rows `start` to `stop` of the tensor `name`, in float32 or the tensor's own dtype."""
+        """Rows `start` to `stop` of the tensor `name`, in float32 or the tensor's own dtype.
+
+        Raises:
+          ValueError: if the file has been cut short meanwhile.
+        """
         ...
 
     def write_tokenizer(self, folder: Path) -> None:
@@ -103,7 +117,7 @@ class SafetensorsSource:
         names = sorted(set(index.values())) or [SINGLE_FILE]
         tensors: dict[str, SourceTensor] = {}
         self.tensors: Mapping[str, SourceTensor] = tensors
-        self._files: dict[str, Any] = {}
+        self._places: dict[str, tuple[Path, int]] = {}  # A tensor's file and its first byte there.
         shards: dict[str, str] = dict(index)
         for name in names:
             held = self._open(path / name)
@@ -112,36 +126,52 @@ class SafetensorsSource:
             tensors |= held
         if missing := sorted(set(index) - set(tensors)):
             raise ValueError(f"{path / INDEX}: lists {missing[0]}, which {index[missing[0]]} does not hold")
-        used = [path / name for name in (CONFIG, INDEX, *names, *TOKENIZER_FILES)]
+        used = [path / name for name in (CONFIG, INDEX, *names, *TOKENIZER_FILES, tiktoken_tokenizer.RANKS)]
         self.fingerprint = fingerprint([file for file in used if file.exists()])
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> np.ndarray:
         """See `Source.read`."""
-        return self._files[name].get_slice(name)[start : self.tensors[name].shape[0] if stop is None else stop]
+        tensor = self.tensors[name]
+        shape = (len(range(*slice(start, stop).indices(tensor.shape[0]))), *tensor.shape[1:])
+        size = SourceTensor(shape, tensor.dtype).nbytes
+        path, begin = self._places[name]
+        # Read into memory of its own: a mapped file would be fetched by page faults, in whatever order.
+        raw = np.fromfile(path, np.uint8, size, offset=begin + start * (tensor.nbytes // tensor.shape[0]))
+        if len(raw) < size:
+            raise ValueError(f"{path}: ends within {name}; it has been cut short since it was opened")
+        return raw.view(jnp.dtype(tensor.dtype)).reshape(shape)
 
     def write_tokenizer(self, folder: Path) -> None:
         """See `Source.write_tokenizer`."""
+        settings = self.path / tiktoken_tokenizer.CONFIG
+        config = _read_json(settings) if settings.is_file() else {}
+        from_ranks = tiktoken_tokenizer.read_from_ranks(self.path, config)
         others = [name for name in OTHER_TOKENIZERS if (self.path / name).is_file()]
-        if others and not (self.path / "tokenizer.json").is_file():
+        if others and not from_ranks and not (self.path / "tokenizer.json").is_file():
             raise ValueError(f"{self.path}: found {others[0]}, expected a tokenizer.json: no other tokenizer is read")
         for name in TOKENIZER_FILES:
             if (self.path / name).is_file():
                 shutil.copyfile(self.path / name, folder / name)
+        if from_ranks:
+            tiktoken_tokenizer.read_tokenizer(self.path, config).save(str(folder / "tokenizer.json"), pretty=False)
 
     def _open(self, path: Path) -> dict[str, SourceTensor]:
         if not path.is_file():
             raise ValueError(f"{path}: missing; weights are read from safetensors files only")
         try:
-            file = safe_open(path, framework="numpy")
+            safe_open(path, framework="numpy")  # Checks that the header's tensors fill the file.
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{path}: truncated or not a safetensors file: {error}") from error
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(length))
+        header.pop("__metadata__", None)
         tensors = {}
-        for name in file.keys():  # noqa: SIM118 (not a dict)
-            tensor = file.get_slice(name)
+        for name in sorted(header, key=lambda name: header[name]["data_offsets"]):
+            entry = header[name]
             # A dtype that is not read matters only if the tensor turns out to be a weight.
-            dtype = DTYPES.get(tensor.get_dtype(), tensor.get_dtype())
-            tensors[name] = SourceTensor(tuple(tensor.get_shape()), dtype)
-            self._files[name] = file
+            tensors[name] = SourceTensor(tuple(entry["shape"]), DTYPES.get(entry["dtype"], entry["dtype"]))
+            self._places[name] = path, 8 + length + entry["data_offsets"][0]
         return tensors
 
 

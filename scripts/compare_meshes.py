@@ -1,4 +1,4 @@
-"""Checks on real devices that a mesh changes no token: plain and speculative decoding in float32, on 1 and N devices.
+"""Checks on real devices that a mesh changes no token: rounds with trees in float32, on 1 and N devices.
 
 Two pairs are run: a converted target with its drafter, and random weights of Qwen3-8B's shape cut to a few layers,
 whose 32 query and 8 K/V heads the mesh really splits. Exits with 1 where any answer differs.
@@ -16,13 +16,14 @@ import typer
 
 from jaxspec.config import EngineConfig, SamplingParams, SpeculationConfig
 from jaxspec.engine import Engine
-from jaxspec.synthetic import SHAPES, ModelPair, random_models
+from jaxspec.shapes import SHAPES, ModelPair
+from jaxspec.synthetic import random_models
 from model.loading import load_drafter, load_target
 from serve.startup import StartUp, bad_input
 from sharding.mesh import make_mesh
 
 Option = typer.Option
-SETTINGS = (SpeculationConfig(budget=0), SpeculationConfig(budget=16))
+SPECULATION = SpeculationConfig(budget=16)
 PROMPTS = 4
 
 
@@ -61,18 +62,22 @@ def main(
 
 
 def _answers(models: Any, devices: int, max_tokens: int, start_up: StartUp) -> list[list[int]]:
-    """Greedy and sampled answers to random prompts, plain and speculative."""
+    """Greedy and sampled answers to random prompts, with trees."""
     mesh = make_mesh(devices)
     target, drafter = models(mesh)
     config = EngineConfig(devices=devices, slots=PROMPTS, batch_buckets=(PROMPTS,), max_context=256)
-    engine = Engine(target, drafter, mesh=mesh, config=config, eos_token_ids=(), report=start_up.report)
+    engine = Engine(
+        target,
+        drafter,
+        mesh=mesh,
+        speculation=SPECULATION,
+        config=config,
+        eos_token_ids=(),
+        report=start_up.report,
+    )
     prompts = np.random.default_rng(0).integers(0, target.config.vocab_size, (PROMPTS, 40)).tolist()
     sampling = [SamplingParams(temperature=i % 2, seed=i, max_tokens=max_tokens) for i in range(PROMPTS)]
-    answers = []
-    for speculation in SETTINGS:
-        engine.speculation = speculation
-        answers += [completion.tokens for completion in engine.generate(prompts, sampling)]
-    return answers
+    return [completion.tokens for completion in engine.generate(prompts, sampling)]
 
 
 if __name__ == "__main__":

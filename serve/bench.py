@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from serve.bench_share import ShareSettings, print_share, time_share
 from serve.options import DTYPES, distinct, integers, one_of, within
 from serve.startup import StartUp, bad_input, use_compilation_cache
 
@@ -20,9 +21,15 @@ KERNELS_SHOWN = 12
 
 
 def bench_command(
-    shape: Annotated[str, Option(help="smollm2 or qwen3-8b; weights are random.")] = "smollm2",
-    budget: Annotated[str, Option(help="Budgets to time with the drafter, with commas between.")] = "0,16,32,64",
-    context: Annotated[int, Option(help="Tokens of context of each sequence.")] = 1024,
+    invocation: typer.Context,
+    shape: Annotated[str, Option(help="smollm2, qwen3-8b or kimi-k2.6; weights are random.")] = "smollm2",
+    shard: Annotated[int, Option(help="Time one device's share of a mesh of so many, verification alone.")] = 1,
+    budget: Annotated[
+        str | None, Option(help="Budgets to time, with commas between.  [default: 0,16,32,64; 0,8,16,32 with --shard]")
+    ] = None,
+    context: Annotated[
+        str | None, Option(help="Tokens of context; several with --shard.  [default: 1024; 1024,32768 with --shard]")
+    ] = None,
     batch: Annotated[int, Option(help="Sequences decoded at once.")] = 1,
     devices: Annotated[int, Option(help="Devices to spread the model over.")] = 1,
     drafter_layers: Annotated[int | None, Option(help="The drafter's layers; by default the shape's.")] = None,
@@ -34,10 +41,28 @@ def bench_command(
     as_json: Annotated[bool, Option("--json", help="Print one JSON object on stdout, no table.")] = False,
 ) -> None:
     """Time plain steps and speculative rounds on random weights."""
+    if invocation.invoked_subcommand is not None:
+        return
+    if shard != 1:
+        with bad_input():
+            if (batch, devices, drafter_layers, block_size, rounds_per_call, profile) != (1, 1, None, None, 1, None):
+                raise ValueError("--shard: found beside options of whole rounds, expected --budget, --context, --dtype")
+            share = ShareSettings(
+                shape, shard, integers("--budget", budget or "0,8,16,32"),
+                integers("--context", context or "1024,32768"), dtype,
+            )  # fmt: skip
+            share.check()
+        use_compilation_cache()
+        report = time_share(share)
+        print(json.dumps(report)) if as_json else print_share(report)
+        return
     with bad_input():
+        contexts = integers("--context", context or "1024")
+        if len(contexts) > 1:
+            raise ValueError(f"--context: found {context!r}, expected one number without --shard")
         settings = Settings(
-            shape, integers("--budget", budget), context, batch, devices, drafter_layers, block_size, top_k_cap,
-            rounds_per_call, dtype,
+            shape, integers("--budget", budget or "0,16,32,64"), contexts[0], batch, devices, drafter_layers,
+            block_size, top_k_cap, rounds_per_call, dtype,
         )  # fmt: skip
         settings.check()
     use_compilation_cache()
@@ -67,7 +92,7 @@ class Settings:
         """Raises ValueError, naming the option, for values that cannot be timed."""
         from jaxspec.benchmarking import timing_tokens
         from jaxspec.config import EngineConfig
-        from jaxspec.synthetic import SHAPES
+        from jaxspec.shapes import SHAPES
 
         one_of("--shape", self.shape, list(SHAPES))
         distinct("--budget", self.budgets)
@@ -88,7 +113,7 @@ class Settings:
 
     def pair(self) -> Any:
         """The two models' configs."""
-        from jaxspec.synthetic import SHAPES
+        from jaxspec.shapes import SHAPES
 
         pair = SHAPES[self.shape]
         layers, block_size = self.drafter_layers, self.block_size

@@ -12,7 +12,7 @@ import typer
 
 if TYPE_CHECKING:
     from model.conversion import ConversionPlan
-    from sharding.checkpoint import Part
+    from sharding.manifest import Part
 
 
 def convert_command(
@@ -56,7 +56,8 @@ def _run(
     jax.config.update("jax_platforms", "cpu")  # A conversion needs no accelerator and must not take its memory.
     from model.conversion import convert, is_converted, plan_conversion
     from model.sources import open_source
-    from sharding import checkpoint
+    from sharding.checkpoint import verify as verify_digests
+    from sharding.manifest import read_manifest
 
     if kind not in (None, "target", "drafter"):
         raise ValueError(f"--kind: found {kind!r}, expected target or drafter")
@@ -67,13 +68,13 @@ def _run(
         "kind": plan.kind,
         "family": plan.family,
         "dtype": plan.dtype,
-        "tensors": len(plan.mapping),
+        "tensors": len(plan.recipes),
         "bytes": plan.nbytes,
         "parts": len(plan.parts),
         "notes": list(plan.notes),
         "output": str(output),
     }
-    size = f"{len(plan.mapping)} tensors, {plan.nbytes / 1e6:,.1f} MB as {plan.dtype}, {len(plan.parts)} part(s)"
+    size = f"{len(plan.recipes)} tensors, {plan.nbytes / 1e6:,.1f} MB as {plan.dtype}, {len(plan.parts)} part(s)"
     say(f"{path}: {plan.kind} ({plan.family}), {size}")
     for note in plan.notes:
         say(f"note: {note}")
@@ -87,7 +88,7 @@ def _run(
             convert(source, plan, output, resume=resume, overwrite=overwrite, progress=step)
     if verify:
         with _progress("verifying", plan.parts) as step:
-            checkpoint.verify(output, checkpoint.read_manifest(output), step)
+            verify_digests(output, read_manifest(output), step)
     seconds = time.monotonic() - begun
     say(f"{output}: ready{', digests verified' if verify else ''}, {seconds:.1f} s")
     return report | {"verified": verify, "seconds": round(seconds, 3)}
@@ -99,7 +100,7 @@ def _mapping(plan: "ConversionPlan") -> list[dict[str, Any]]:
     for part in plan.parts:
         for slab in part.slabs:
             name = slab.tensor.name
-            row = {"source": plan.mapping[name], "name": name, "shape": list(slab.tensor.shape), "parts": []}
+            row = {"source": plan.recipes[name].label, "name": name, "shape": list(slab.tensor.shape), "parts": []}
             rows.setdefault(name, row)["parts"].append(part.name)
     return list(rows.values())
 

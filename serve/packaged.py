@@ -27,7 +27,7 @@ def converted(source: Path, cache: Path) -> Path:
     """
     from model.conversion import convert, plan_conversion
     from model.sources import open_source
-    from sharding.checkpoint import read_manifest
+    from sharding.manifest import read_manifest
 
     output = cache / f"{source.stem}-{_digest(source)}"
     try:

@@ -3,7 +3,7 @@
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -108,7 +108,8 @@ def train_command(
     from jaxspec.training_export import export_drafter
     from jaxspec.training_loop import CHECKPOINT, RunConfig, check_checkpoint, read_checkpoint, steps_per_epoch, train
     from jaxspec.training_prompts import Prompt, read_written_prompts
-    from model.config import check_drafter
+    from model.config import ModelConfig, check_drafter
+    from model.llama import LlamaForCausalLM
     from model.loading import load_target, open_checkpoint
     from model.tokenizer import Tokenizer
     from sharding.mesh import make_mesh
@@ -120,6 +121,10 @@ def train_command(
         if checkpoint.kind != "target":
             raise ValueError(f"--target {target}: found a {checkpoint.kind} ({checkpoint.family}), expected a target")
         target_config = checkpoint.config
+        if not isinstance(target_config, ModelConfig):
+            raise ValueError(
+                f"--target {target}: found a {checkpoint.family} target, for which drafters are not trained"
+            )
         within("--taps", taps, 1, max(1, target_config.num_hidden_layers - 3))
         drafter = _drafter_config(target_config, layers, taps, block_size, intermediate_size, mask_token)
         check_drafter(target_config, drafter)
@@ -187,7 +192,7 @@ def train_command(
     if "train" in stages:
         kind = dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
         start_up.report(f"loading target {target} as {kind}")
-        module = load_target(target, make_mesh(1), jnp.dtype(kind))
+        module = cast(LlamaForCausalLM, load_target(target, make_mesh(1), jnp.dtype(kind)))
         start_up.report(
             f"training on {len(examples):,} examples ({examples.lengths.sum():,} tokens), {run.steps:,} steps, "
             f"{len(measured):,} examples held out"

@@ -14,16 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from sharding.checkpoint import (
-    MANIFEST,
-    PARAMS,
-    Digests,
-    Manifest,
-    Part,
-    partial_folder,
-    write_manifest,
-    write_part,
-)
+from sharding.checkpoint import PARAMS, write_part
+from sharding.manifest import MANIFEST, Digests, Manifest, Part, partial_folder, write_manifest
 
 JOURNAL = "journal.jsonl"
 

@@ -6,6 +6,7 @@ a logical axis goes to; `Layout` says whether it may, counting in units that mus
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from jax.sharding import PartitionSpec
 
@@ -16,7 +17,28 @@ AXIS_RULES: Mapping[str, str] = {
     "kv_heads": TENSOR_AXIS,
     "mlp": TENSOR_AXIS,
     "vocab": TENSOR_AXIS,
+    "features": TENSOR_AXIS,
+    "shared_mlp": TENSOR_AXIS,
+    "experts": TENSOR_AXIS,
+    "expert_mlp": TENSOR_AXIS,
+    "page_rows": TENSOR_AXIS,
 }
+
+
+@dataclass(frozen=True)
+class Placement:
+    """What a user may choose of a model's layout.
+
+    Attributes:
+      experts: "tensor" splits every routed expert over the mesh, "expert" gives each device whole experts.
+      page_rows: rows of a cache page, to be split over the mesh; 0 where every device holds whole pages.
+    """
+
+    experts: Literal["tensor", "expert"] = "tensor"
+    page_rows: int = 0
+
+
+DEFAULT_PLACEMENT = Placement()
 
 
 @dataclass(frozen=True)
@@ -25,7 +47,8 @@ class Layout:
 
     Attributes:
       devices: size of the mesh axis.
-      units: for each logical axis, how many indivisible units it has (9 heads, 49152 vocabulary rows, …).
+      units: for each logical axis that may be split, how many indivisible units it has (9 heads, 49152 vocabulary
+        rows, …).
     """
 
     devices: int
@@ -33,7 +56,12 @@ class Layout:
 
     def splits(self, axis: str) -> bool:
         """Whether `axis` is split over the mesh; otherwise every device holds all of it."""
-        return self.devices > 1 and axis in AXIS_RULES and dict(self.units)[axis] % self.devices == 0
+        units = dict(self.units)
+        return self.devices > 1 and axis in AXIS_RULES and axis in units and units[axis] % self.devices == 0
+
+    def shares(self, axis: str) -> int:
+        """Devices that `axis` is split over; 1 where each holds all of it."""
+        return self.devices if self.splits(axis) else 1
 
     def spec(self, axes: tuple[str | None, ...]) -> PartitionSpec:
         """The partition of an array whose dimensions carry the logical names `axes`."""

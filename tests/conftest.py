@@ -18,6 +18,9 @@ import pytest
 
 from serve.packaged import converted, packaged_gguf
 
+# These run in an environment of their own: `make test-gateway`.
+collect_ignore = ["gateway"]
+
 CACHE = Path(__file__).resolve().parent.parent / ".cache"
 
 jax.config.update("jax_compilation_cache_dir", str(CACHE / "xla-tests"))
@@ -48,8 +51,3 @@ def smollm2_checkpoint(smollm2_gguf: Path) -> Path:
 def smollm2_drafter() -> Path:
     """The drafter that the project ships, converted to float32."""
     return kept_conversion(CACHE.parent / "drafters" / "smollm2-135m-dflash")
-
-
-@pytest.fixture(scope="module")
-def quick_compile() -> None:
-    """All tests compile quickly."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 
 import jax
 import jax.numpy as jnp
@@ -10,16 +11,18 @@ import pytest
 from flax import nnx
 from typer.testing import CliRunner
 
-from jaxspec import benchmarking, profiling, synthetic
+from jaxspec import benchmarking, profiling, shapes
 from jaxspec.benchmarking import PartTiming, RoundTiming, bytes_moved, make_engine, seconds_ahead
 from jaxspec.config import SamplingParams, SpeculationConfig
 from jaxspec.round_parts import RoundParts
-from jaxspec.synthetic import SHAPES, pair_of, random_cache, random_models
-from model.config import check_drafter
+from jaxspec.shapes import SHAPES, ModelPair, pair_of
+from jaxspec.synthetic import random_cache, random_models
+from model import kimi
+from model.config import check_drafter, default_target_layers
+from model.families import FAMILIES
+from model.parameters import weight_specs
 from scripts.benchmark import app
 from sharding.mesh import make_mesh
-
-pytestmark = pytest.mark.usefixtures("quick_compile")
 
 TINY = pair_of(
     dataclasses.replace(
@@ -48,6 +51,76 @@ def engine():
     return engine
 
 
+def language_parameters(config):
+    """Two numbers in each packed byte; their scales not counted."""
+    specs = weight_specs(FAMILIES["kimi"].build(config, 1, jnp.bfloat16))
+    kept = [spec for spec in specs if not spec.name.endswith("weight_scale")]
+    return sum(math.prod(spec.shape) * (8 if spec.dtype == jnp.int32 else 1) for spec in kept)
+
+
+def test_a_share_of_kimi_is_what_one_of_eight_devices_holds():
+    pair = SHAPES["kimi-k2.6"]
+    layout = kimi.layout_of(pair.target, 8)
+    held = 0
+    for spec in weight_specs(FAMILIES["kimi"].build(pair.target, 8, jnp.bfloat16)):
+        shares = max([layout.shares(axis) for axis in spec.axes if axis], default=1)
+        held += math.prod(spec.shape) // shares * spec.dtype.itemsize
+    share = pair.share(8)
+    specs = weight_specs(FAMILIES["kimi"].build(share.target, 1, jnp.bfloat16))
+    assert sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in specs) == held
+    assert held == pytest.approx(76.18e9, rel=1e-4)
+    assert (share.target.moe_intermediate_size, share.target.n_routed_experts) == (256, 384)
+    check_drafter(share.target, share.drafter)
+    with pytest.raises(ValueError, match=r"--shard: found 16, which does not divide the kv_heads"):
+        pair.share(16)
+
+
+TINY_KIMI = ModelPair(
+    dataclasses.replace(
+        SHAPES["kimi-k2.6"].target,
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=96,
+        moe_intermediate_size=64,
+        num_hidden_layers=5,
+        num_attention_heads=4,
+        q_lora_rank=24,
+        kv_lora_rank=16,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=8,
+        v_head_dim=8,
+        n_routed_experts=32,
+        num_experts_per_tok=3,
+        max_position_embeddings=2048,
+    ),
+    dataclasses.replace(TINY.drafter, hidden_size=64, num_target_layers=5, target_layer_ids=(1,)),
+)
+
+
+def test_a_share_is_timed_pass_by_pass():
+    result = run_share("--budget", "0,6", "--context", "20,90", "--json")
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert report["settings"] == {
+        "shape": "tiny", "shard": 2, "budgets": [0, 6], "contexts": [20, 90], "dtype": "bfloat16"
+    }  # fmt: skip
+    passes = report["passes"]
+    assert [(one["nodes"], one["context"]) for one in passes] == [(0, 20), (6, 20), (0, 90), (6, 90)]
+    assert [one["experts"] for one in passes[::2]] == [3, 3]
+    # Seven different tokens choose nearly independently: 32 · (1 - (1 - 3/32)^7) = 15.9 different experts.
+    assert all(12 <= one["experts"] <= 20 for one in passes[1::2])
+    expert = 3 * 64 * 32 * (0.5 + 2 / 32)  # bytes
+    rest = report["weight_bytes"] - 4 * 32 * expert - 32 * 64 * 2
+    for one in passes:
+        assert one["seconds"] > 0
+        moved = rest + 4 * one["experts"] * expert + one["context"] * 5 * 24 * 2 + (one["nodes"] + 1) * 32 * 8
+        assert one["bytes_moved"] == pytest.approx(moved, rel=1e-12)
+        assert one["bound_share"] == pytest.approx(one["bytes_moved"] / 1e9 / one["seconds"])
+    table = run_share("--budget", "0", "--context", "20")
+    assert "one of 2 shares of tiny" in table.stdout
+    assert "plain" in table.stdout
+
+
 @pytest.mark.parametrize("name", SHAPES)
 def test_shapes_are_the_published_ones(name):
     pair = SHAPES[name]
@@ -56,6 +129,10 @@ def test_shapes_are_the_published_ones(name):
         assert pair.drafter.target_layer_ids == (1, 9, 17, 25, 33)
         assert (pair.drafter.num_hidden_layers, pair.drafter.block_size) == (5, 16)
     target = pair.target
+    if name == "kimi-k2.6":
+        assert language_parameters(target) == 1_026_408_232_448
+        assert pair.drafter.target_layer_ids == default_target_layers(61, 6)
+        return
     heads = 2 * target.head_dim * (target.num_attention_heads + target.num_key_value_heads)
     layer = target.hidden_size * (heads + 3 * target.intermediate_size)
     tables = (1 if target.tie_word_embeddings else 2) * target.vocab_size * target.hidden_size
@@ -168,10 +245,18 @@ def test_calls_ahead_are_waited_for_once_two_are_in_flight(monkeypatch):
 
 def run(*options):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(synthetic.SHAPES, "tiny", TINY)
+        patch.setitem(shapes.SHAPES, "tiny", TINY)
         patch.setattr(benchmarking, "measure_bandwidth", lambda device: 1e9)
         patch.setattr("serve.bench.use_compilation_cache", lambda: None)
         return CliRunner().invoke(app, ["--shape", "tiny", *map(str, options)])
+
+
+def run_share(*options):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(shapes.SHAPES, "tiny", TINY_KIMI)
+        patch.setattr(benchmarking, "measure_bandwidth", lambda device: 1e9)
+        patch.setattr("serve.bench.use_compilation_cache", lambda: None)
+        return CliRunner().invoke(app, ["--shape", "tiny", "--shard", "2", *map(str, options)])
 
 
 def test_command_reports_every_setting(tmp_path):
@@ -231,6 +316,11 @@ def test_kernels_are_added_up():
         (["--drafter-layers", 9], "drafter layers: found 9"),
         (["--block-size", 1], "block size: found 1"),
         (["--dtype", "int8"], "--dtype: found 'int8'"),
+        (["--context", "40,80"], "--context: found '40,80', expected one number without --shard"),
+        (["--shard", 0], "--shard: found 0, expected 2 to"),
+        (["--shard", 3], "--shard: found 3, which does not divide the heads"),
+        (["--shard", 2, "--batch", 2], "--shard: found beside options of whole rounds"),
+        (["--shard", 2, "--context", 9000], "--context: found 9000, expected 1 to"),
     ],
 )
 def test_bad_options_are_one_line(options, message):

@@ -29,8 +29,6 @@ from tests.builders import (
     tiny_target,
 )
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 SAMPLINGS = {
     "greedy": SamplingParams(temperature=0),
     "temperature": SamplingParams(temperature=1),

@@ -1,6 +1,5 @@
 """What rounds leave in the caches and in the state: the accepted rows and nothing else, the same on every device."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,119 +12,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxspec.config import SpeculationConfig
-from jaxspec.programs import DecodeShape, PrefillShape, Programs, bucket, replicate
-from jaxspec.round import Caches
-from jaxspec.sampling import SamplingLevel
+from jaxspec.programs import bucket
 from jaxspec.state import emitted_tokens, empty_rows, put_slots, take_slots
 from model.batch import ForwardBatch
 from model.cache import empty_cache
 from sharding.mesh import make_mesh
-from tests.builders import DFLASH, GROUPED, Guided, Plan, guided_drafting, on_mesh, oracle, tiny_dflash, tiny_target
-
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
-SLOTS, PAGE, WIDTH, PAGES = 4, 4, 16, 70
-BLOCK = DFLASH.block_size
-PROMPTS = [
-    np.random.default_rng(row).integers(0, GROUPED.vocab_size, length).tolist() for row, length in enumerate((20, 9, 2))
-]
-SEEDS = (50, 51, 52)
-ANSWER = 40
-SPECULATION = SpeculationConfig(budget=12, top_k_cap=3, rounds_per_call=2)
-
-
-class Bench:
-    """Compiled programs over caches that start full of noise, so that a stray write can't hide among zeros."""
-
-    def __init__(self, plans: Sequence[Plan], devices: int):
-        mesh = make_mesh(devices)
-        target, drafter = tiny_target(GROUPED, devices), tiny_dflash(DFLASH, devices)
-        guided = Guided(oracle(plans, SPECULATION.budget, DFLASH.depth, devices), drafter)
-        self.programs = Programs(mesh, target, guided, guided_drafting)
-        rng = np.random.default_rng(9)
-
-        def noise(module: Any) -> Any:
-            return tuple(
-                tuple(
-                    jax.device_put(
-                        rng.normal(size=(PAGES, PAGE, *row.shape)).astype(np.float32),
-                        jax.sharding.NamedSharding(mesh, module.layout.spec((None, None, *row.axes))),
-                    )
-                    for row in layer
-                )
-                for layer in module.cache_rows
-            )
-
-        self.caches = Caches(noise(target), noise(guided))
-        self.state = replicate(empty_rows(SLOTS, 8), mesh)
-        self.table = rng.permutation(PAGES)[: SLOTS * WIDTH].reshape(SLOTS, WIDTH).astype(np.int32)
-        self.results: list[Any] = []
-
-    def prefill(self, chunk: int) -> None:
-        """Processes all prompts but their last tokens, and admits them to slots 0, 1, 2; slot 3 stays empty."""
-        done = np.zeros(SLOTS, np.int32)
-        wanted = np.array([len(prompt) - 1 for prompt in PROMPTS] + [0], np.int32)
-        while (done < wanted).any():
-            count = np.minimum(wanted - done, chunk)
-            tokens = np.full((SLOTS, chunk), 5, np.int32)
-            for row, prompt in enumerate(PROMPTS):
-                tokens[row, : count[row]] = prompt[done[row] : done[row] + count[row]]
-            self.caches = self.programs.prefill(
-                PrefillShape(SLOTS, WIDTH, chunk), self.caches, tokens, done, count, self.table
-            )
-            done = done + count
-        rows = empty_rows(SLOTS, 8)
-        rows.anchor[:3] = [prompt[-1] for prompt in PROMPTS]
-        rows.length[:] = wanted
-        rows.remaining[:3] = ANSWER
-        rows.finished[:3] = False
-        rows.temperature[:3] = (0, 1, 1)
-        rows.seed[:3] = SEEDS
-        self.state = self.programs.admit(self.state, np.arange(SLOTS, dtype=np.int32), rows)
-
-    def decode(self, speculation: SpeculationConfig, capacity: Sequence[int]) -> Any:
-        shape = DecodeShape(SLOTS, WIDTH, SamplingLevel.TEMPERATURE, speculation)
-        self.caches, self.state, result = self.programs.decode(
-            shape, self.caches, self.state, np.arange(SLOTS, dtype=np.int32), self.table, np.array(capacity, np.int32)
-        )
-        self.results.append(jax.tree.map(np.asarray, result))
-        assert_copies_agree((self.caches, self.state, result))
-        return self.results[-1]
-
-    def pools(self) -> list[np.ndarray]:
-        return [np.array(pool) for pool in jax.tree.leaves(self.caches)]
-
-    def lengths(self) -> np.ndarray:
-        return np.array(self.state.length)
-
-    def slots_of(self, row: int, start: int, stop: int) -> list[tuple[int, int]]:
-        """(page, place) of positions start … stop - 1."""
-        return [(int(self.table[row, p // PAGE]), p % PAGE) for p in range(start, stop)]
-
-    def answers(self) -> list[list[int]]:
-        tokens: list[list[int]] = [[] for _ in range(SLOTS)]
-        for result in self.results:
-            for index in np.ndindex(result.count.shape):
-                tokens[index[1]] += result.tokens[index][: result.count[index]].tolist()
-        return tokens
-
-
-def assert_copies_agree(tree: Any) -> None:
-    """Every device that holds a part of an array holds the same bytes as the others that hold it."""
-    for array in jax.tree.leaves(tree):
-        parts: dict[str, np.ndarray] = {}
-        for shard in array.addressable_shards:
-            first = parts.setdefault(str(shard.index), np.asarray(shard.data))
-            np.testing.assert_array_equal(first, np.asarray(shard.data))
-
-
-def assert_only_these_changed(before: list[np.ndarray], after: list[np.ndarray], places: list[tuple[int, int]]) -> None:
-    allowed = np.zeros((PAGES, PAGE), bool)
-    for page, place in places:
-        allowed[page, place] = True
-    for old, new in zip(before, after, strict=True):
-        assert old[~allowed].tobytes() == new[~allowed].tobytes()
-        assert (old[allowed] != new[allowed]).any(axis=(1, 2)).all(), "an accepted row was not written"
+from tests.builders import DFLASH, Plan, on_mesh
+from tests.round_bench import (
+    ANSWER,
+    PROMPTS,
+    SEEDS,
+    SLOTS,
+    SPECULATION,
+    Bench,
+    assert_only_these_changed,
+    assert_same_rows,
+    run_to_the_end,
+)
 
 
 @pytest.fixture(scope="module")
@@ -146,28 +49,10 @@ def test_only_accepted_rows_are_written_and_they_are_plain_decodings(plain: Benc
     rounds = [[(7, 0), (3, 1), (0, 0), (5, 2)] * 10, [], [(1, 2), (6, 0)] * 20]
     plans = [Plan(*of) for of in zip(SEEDS, PROMPTS, answers, rounds, strict=False)]
     bench = Bench(plans, devices)
-    before = bench.pools()
-    bench.prefill(16)
-    committed = [place for row, prompt in enumerate(PROMPTS) for place in bench.slots_of(row, 0, len(prompt) - 1)]
-    assert_only_these_changed(before, bench.pools(), committed)
-    lengths_seen = set()
-    while not np.asarray(bench.state.finished).all():
-        before, start = bench.pools(), bench.lengths()
-        result = bench.decode(SPECULATION, [64, 64, 64, 64])
-        places = [place for row in range(SLOTS) for place in bench.slots_of(row, start[row], bench.lengths()[row])]
-        assert_only_these_changed(before, bench.pools(), places)
-        assert (bench.lengths() - start == result.count.sum(0)).all()
-        lengths_seen |= set(result.accepted[result.count > 0].tolist())
+    lengths_seen = run_to_the_end(bench)
     assert lengths_seen >= {0, 1, 3, 5, 6, 7}
     assert bench.answers() == answers
-    for found, expected in zip(bench.pools(), plain.pools(), strict=True):
-        for row, prompt in enumerate(PROMPTS):
-            for ours, theirs in zip(
-                bench.slots_of(row, 0, len(prompt) - 1 + ANSWER),
-                plain.slots_of(row, 0, len(prompt) - 1 + ANSWER),
-                strict=True,
-            ):
-                np.testing.assert_allclose(found[ours], expected[theirs], rtol=2e-4, atol=2e-5)
+    assert_same_rows(bench, plain)
 
 
 def test_a_slot_without_room_freezes_unharmed_and_goes_on_later(plain: Bench) -> None:
@@ -178,7 +63,7 @@ def test_a_slot_without_room_freezes_unharmed_and_goes_on_later(plain: Bench) ->
     start = bench.lengths()
     # Slot 0 lacks one place, slot 1 holds exactly one round, slot 2 holds all.
     before, state = bench.pools(), jax.tree.map(np.array, bench.state)
-    result = bench.decode(SPECULATION, [start[0] + BLOCK - 1, start[1] + BLOCK, 64, 0])
+    result = bench.decode(SPECULATION, [start[0] + DFLASH.depth, start[1] + DFLASH.block_size, 64, 0])
     assert result.count[:, 0].tolist() == [0, 0]
     assert result.drafted[:, 0].tolist() == [0, 0]
     assert result.count[:, 1].tolist() == [5, 0]

@@ -140,7 +140,7 @@ def test_required_fields_are_missed_by_name(base, key, absent):
         ({"original_max_position_embeddings": None}, "original_max_position_embeddings: missing"),
         ({"rope_theta": "x"}, "rope_theta: found 'x'"),
         ({"rope_type": ["llama3"]}, r"found type \['llama3'\]"),
-        ({"rope_type": "yarn"}, "found type 'yarn'"),
+        ({"rope_type": "linear"}, "found type 'linear'"),
     ],
 )
 def test_rope_scaling_is_checked_field_by_field(place, changes, message):

@@ -343,7 +343,7 @@ class TestConfig:
             ({"attention_bias": True}, "attention_bias: found True"),
             ({"dflash_config": PUBLISHED["dflash_config"] | {"sample_from_anchor": True}}, "sample_from_anchor"),
             ({"rope_theta": None}, "rope_theta: missing"),
-            ({"rope_scaling": {"rope_type": "yarn", "factor": 4}}, "'yarn'"),
+            ({"rope_scaling": {"rope_type": "linear", "factor": 4}}, "'linear'"),
             ({"layer_types": ["full_attention"]}, "layer_types"),
         ],
     )

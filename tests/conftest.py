@@ -1,6 +1,6 @@
-"""What every test shares: eight virtual devices, quick compilation and its cache, and the real SmolLM2 target."""
+"""What every test shares: eight virtual devices, quick compilation, and the real SmolLM2 with its drafter."""
 
-import gc
+import fcntl
 import os
 from pathlib import Path
 
@@ -24,13 +24,15 @@ collect_ignore = ["gateway"]
 CACHE = Path(__file__).resolve().parent.parent / ".cache"
 
 jax.config.update("jax_compilation_cache_dir", str(CACHE / "xla-tests"))
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
-def pytest_collection_finish() -> None:
-    """What imports made lives until the end; the collector need not look at it again and again."""
-    gc.collect()
-    gc.freeze()
+def kept_conversion(source: Path) -> Path:
+    """Converts to float32, one process at a time; kept from run to run."""
+    CACHE.mkdir(exist_ok=True)
+    with (CACHE / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return converted(source, CACHE / "checkpoints")
 
 
 @pytest.fixture(scope="session")
@@ -41,11 +43,11 @@ def smollm2_gguf() -> Path:
 
 @pytest.fixture(scope="session")
 def smollm2_checkpoint(smollm2_gguf: Path) -> Path:
-    """SmolLM2-135M-Instruct converted to float32, kept from run to run."""
-    return converted(smollm2_gguf, CACHE / "checkpoints")
+    """SmolLM2-135M-Instruct converted to float32."""
+    return kept_conversion(smollm2_gguf)
 
 
 @pytest.fixture(scope="session")
 def smollm2_drafter() -> Path:
     """The drafter that the project ships, converted to float32."""
-    return converted(CACHE.parent / "drafters" / "smollm2-135m-dflash", CACHE / "checkpoints")
+    return kept_conversion(CACHE.parent / "drafters" / "smollm2-135m-dflash")

@@ -185,7 +185,8 @@ class Engine:
             ("context", f"{self.max_context} tokens"),
             (
                 "cache",
-                f"{self.page_count} pages of {self.config.page_size}, {self.page_count * page_bytes / 1e9:.2f} GB",
+                f"{self.page_count} pages of {self.config.page_size}, {self.page_count * page_bytes / 1e9:.2f} GB"
+                + (", each page's rows split over the devices" if self.target.layout.splits("page_rows") else ""),
             ),
         ]
 

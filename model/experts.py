@@ -148,14 +148,17 @@ class Experts(nnx.Module):
 
     def by_pair(self, x: jax.Array, experts: jax.Array, here: jax.Array) -> jax.Array:
         """[rows * k, hidden] float32, one pair at a time; pairs of other devices' experts give any finite value."""
-        each = experts.size // x.shape[0]
+        mine = jnp.where(here, experts, 0)
+        if len(x) == 1:
+            return self._through(jnp.broadcast_to(x, (mine.size, x.shape[1])), mine)
         # Equal experts stand together, so that the second finds the first one's weights in the device's cache.
-        order = jnp.argsort(jnp.where(here, experts, 0))
-        mine = jnp.where(here, experts, 0)[order]
-        rows = x[order // each]
-        gate, up = (layer.pairs(rows, mine).astype(self.dtype) for layer in (self.gate_proj, self.up_proj))
-        outputs = self.down_proj.pairs(jax.nn.silu(gate) * up, mine)
-        return outputs[jnp.argsort(order)]
+        order = jnp.argsort(mine)
+        return self._through(x[order // (mine.size // len(x))], mine[order])[jnp.argsort(order)]
+
+    def _through(self, rows: jax.Array, experts: jax.Array) -> jax.Array:
+        """Each row through its one expert, [pairs, hidden] → the same shape, float32."""
+        gate, up = (layer.pairs(rows, experts).astype(self.dtype) for layer in (self.gate_proj, self.up_proj))
+        return self.down_proj.pairs(jax.nn.silu(gate) * up, experts)
 
     def by_tile(self, x: jax.Array, experts: jax.Array, here: jax.Array) -> jax.Array:
         """[rows * k, hidden], blocks of tiles one after the other; pairs of other devices' experts give 0."""

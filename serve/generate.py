@@ -33,6 +33,12 @@ def generate_command(
     seed: Annotated[int | None, Option(help="Seed of the sampling; without it, a random one.")] = None,
     max_tokens: Annotated[int, Option(help="New tokens at most.")] = SamplingParams.max_tokens,
     devices: Annotated[int, Option(help="Devices to spread the model over.")] = EngineConfig.devices,
+    expert_layout: Annotated[
+        str, Option(help="tensor splits each expert over the devices, expert gives a device whole ones.")
+    ] = EngineConfig.expert_layout,
+    shard_cache: Annotated[
+        str | None, Option(help="sequence spreads each page's rows over the devices, where the target allows it.")
+    ] = EngineConfig.shard_cache,
     as_json: Annotated[bool, Option("--json", help="Print one JSON object at the end, not text as it comes.")] = False,
 ) -> None:
     """Answer one prompt."""
@@ -46,7 +52,9 @@ def generate_command(
             seed=secrets.randbits(32) if seed is None else seed,
             max_tokens=max_tokens,
         )
-        EngineConfig(devices=devices)
+        # Anything else is refused by the config itself.
+        layout: Any = {"devices": devices, "expert_layout": expert_layout, "shard_cache": shard_cache}
+        EngineConfig(**layout)
         text = _read_prompt(prompt)
     from jaxspec.engine import Engine
     from model.loading import open_checkpoint
@@ -62,7 +70,7 @@ def generate_command(
         ids = _encode(Tokenizer.from_checkpoint(target), text, system, raw)
         # One request: a cache for it and no more.
         limit = checkpoint.config.max_position_embeddings
-        config = EngineConfig(devices=devices, slots=1, cache_tokens=min(len(ids) + max_tokens, limit))
+        config = EngineConfig(**layout, slots=1, cache_tokens=min(len(ids) + max_tokens, limit))
         engine = Engine.from_checkpoints(
             target, drafter, speculation=speculation, config=config, report=start_up.report
         )

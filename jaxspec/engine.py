@@ -16,10 +16,11 @@ from jaxspec.config import MAX_STOP_IDS, EngineConfig, SamplingParams, Speculati
 from jaxspec.drafting import MakeDrafting, dflash_drafting
 from jaxspec.grammar import GrammarCompiler
 from jaxspec.log_probs import TokenLogProb, host_log_probs
-from jaxspec.memory import available_bytes, cache_bytes_per_token
+from jaxspec.memory import available_bytes, cache_bytes_per_token, weight_bytes
 from jaxspec.pages import PageAllocator
+from jaxspec.plan import placement_of, plan_models
 from jaxspec.programs import DecodeShape, PrefillShape, Programs, bucket, replicate
-from jaxspec.requests import Completion, Request, RequestOutput
+from jaxspec.requests import Completion, EngineLoad, Request, RequestOutput, RoundCounts
 from jaxspec.round import Caches, RoundResult
 from jaxspec.sampling import work_of
 from jaxspec.state import empty_rows
@@ -27,7 +28,6 @@ from model.cache import empty_cache
 from model.config import check_drafter
 from model.dflash import DFlashDrafter
 from model.tokenizer import Tokenizer
-from sharding.layout import Placement
 from sharding.mesh import make_mesh
 
 CALLS_IN_FLIGHT = 2
@@ -109,10 +109,20 @@ class Engine:
           ValueError: in one line, for a folder that is not a finished converted checkpoint, or models and settings
             that do not fit together.
         """
-        from model.loading import load_drafter, load_target
+        from model.description import describe_checkpoint
+        from model.loading import load_drafter, load_target, open_checkpoint
 
         config = config or EngineConfig()
         mesh = make_mesh(config.devices)
+        plan = plan_models(
+            describe_checkpoint(open_checkpoint(target), "target"),
+            None if drafter is None else describe_checkpoint(open_checkpoint(drafter), "drafter"),
+            config,
+        )
+        free = available_bytes(mesh)
+        tokens = config.cache_tokens or config.max_context or plan.max_context
+        if free is not None and (refusal := plan.shortfall(int(config.memory_fraction * free), tokens)):
+            raise ValueError(refusal)
         report(f"loading target {target}")
         target_module = load_target(Path(target), mesh, placement=placement_of(config))
         tokenizer = Tokenizer.from_checkpoint(Path(target))
@@ -168,6 +178,22 @@ class Engine:
     def has_work(self) -> bool:
         """Whether any request is unfinished."""
         return bool(self._open)
+
+    @property
+    def dtype(self) -> str:
+        """Of the weights."""
+        return str(self._programs.leaves[0].dtype)
+
+    @property
+    def load(self) -> EngineLoad:
+        """How busy the engine is; may be read from any thread."""
+        used = self.page_count - self._pages.free
+        return EngineLoad(len(self._running), len(self._waiting), used, self.page_count)
+
+    @property
+    def compiling(self) -> str | None:
+        """The program that is being compiled right now, which may take minutes; may be read from any thread."""
+        return self._programs.compiling
 
     def describe(self) -> list[tuple[str, str]]:
         """What the engine runs on and with, for a start-up banner."""
@@ -269,12 +295,20 @@ class Engine:
     def _page_count(self) -> int:
         tokens = self.config.cache_tokens or self.config.slots * self.max_context
         pages = self._pages_for(tokens)
-        needed = pages * self.config.page_size * cache_bytes_per_token(self.target, self.drafter)
+        page_bytes = self.config.page_size * cache_bytes_per_token(self.target, self.drafter)
         free = available_bytes(self.mesh)
-        if free is not None and needed > free:
+        if free is None:
+            return pages
+        modules = [self.target] if self.drafter is None else [self.target, self.drafter]
+        kept_free = (1 - self.config.memory_fraction) * (free + weight_bytes(*modules))
+        room = max(0, int(free - kept_free))
+        if self.config.cache_tokens is None and room // page_bytes >= self._pages_for(self.max_context):
+            return min(pages, room // page_bytes)
+        if pages * page_bytes > room:
             raise ValueError(
-                f"cache_tokens: {tokens} tokens need {needed / 1e9:.2f} GB a device, found {free / 1e9:.2f} GB free; "
-                "lower slots, max_context or cache_tokens"
+                f"cache_tokens: {tokens} tokens need {pages * page_bytes / 1e9:.2f} GB a device, found "
+                f"{room / 1e9:.2f} GB free within memory_fraction {self.config.memory_fraction:g}; lower slots, "
+                "max_context or cache_tokens"
             )
         return pages
 
@@ -360,7 +394,7 @@ class Engine:
         for request in [r for r in self._open.values() if r.finish_reason == "abort"]:
             if request in self._waiting:
                 self._waiting.remove(request)
-            self._close(request, outputs, [])
+            self._close(request, outputs)
         return outputs
 
     def _assign_slots(self) -> None:
@@ -533,37 +567,50 @@ class Engine:
                 continue
             new: list[int] = []
             log_probs: list[TokenLogProb] = []
+            rounds: list[RoundCounts] = []
             for index in np.flatnonzero(counts[:, row]):
-                count = int(counts[index, row])
-                chosen = tokens[index, row, :count].tolist()
+                done = RoundCounts(*(int(x[index, row]) for x in (counts, accepted, drafted)))
+                chosen = tokens[index, row, : done.produced].tolist()
                 new += chosen
                 if request.sampling.log_probs is not None:
                     rows = jax.tree.map(lambda array, index=index: np.asarray(array)[index], result.log_probs)
                     log_probs += host_log_probs(rows, row, chosen, request.sampling.log_probs)
-                request.statistics.record(count, int(accepted[index, row]), int(drafted[index, row]), depth)
+                request.statistics.record(done, depth)
+                rounds.append(done)
             request.generated += new
             if request.matcher is not None:
                 request.matcher.advance(new)
             request.prefilled += len(new)
             if finished[-1, row]:
                 request.finish_reason = "stop" if request.generated[-1] in request.stop_ids else "length"
-                self._close(request, outputs, new, log_probs)
+                self._close(request, outputs, new, rounds, log_probs)
             elif new:
-                prompt = request.take_prompt_log_probs()
-                outputs.append(RequestOutput(request.id, new, log_probs=log_probs, prompt_log_probs=prompt))
+                outputs.append(self._output(request, new, rounds, log_probs))
 
     def _close(
         self,
         request: Request,
         outputs: list[RequestOutput],
-        new: list[int],
+        new: Sequence[int] = (),
+        rounds: Sequence[RoundCounts] = (),
         log_probs: Sequence[TokenLogProb] = (),
     ) -> None:
         self._release(request)
         del self._open[request.id]
-        prompt = request.take_prompt_log_probs() if new else []
-        outputs.append(
-            RequestOutput(request.id, new, request.finish_reason, request.statistics, list(log_probs), prompt)
+        outputs.append(self._output(request, new, rounds, log_probs))
+
+    def _output(
+        self, request: Request, new: Sequence[int], rounds: Sequence[RoundCounts], log_probs: Sequence[TokenLogProb]
+    ) -> RequestOutput:
+        """What a step brought for a request, the prompt's log-probabilities with its first tokens."""
+        return RequestOutput(
+            request.id,
+            list(new),
+            request.finish_reason,
+            request.statistics if request.finish_reason is not None else None,
+            tuple(rounds),
+            list(log_probs),
+            request.take_prompt_log_probs() if new else [],
         )
 
     def _release(self, request: Request) -> None:
@@ -572,11 +619,6 @@ class Engine:
         request.slot = None
         self._pages.give_back(request.pages)
         request.pages = []
-
-
-def placement_of(config: EngineConfig) -> Placement:
-    """The settings that concern the target's layout."""
-    return Placement(config.expert_layout, config.page_size if config.shard_cache == "sequence" else 0)
 
 
 def check_tokenizers(target: Tokenizer, drafter: Tokenizer) -> None:

@@ -1,11 +1,13 @@
 """Bytes: what a cache needs and what is there."""
 
+import math
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 
 def cache_bytes_per_token(target: Any, drafter: Any) -> int:
@@ -20,6 +22,12 @@ def cache_bytes_per_token(target: Any, drafter: Any) -> int:
                 itemsize = jnp.dtype(target.embed_tokens.weight.dtype).itemsize
                 total += int(np.prod(row.shape)) * itemsize // max(shares)
     return total
+
+
+def weight_bytes(*modules: Any) -> int:
+    """Bytes of weights that the modules, filled with arrays, hold on each device."""
+    leaves = [leaf for module in modules for leaf in jax.tree.leaves(nnx.state(module, nnx.Param))]
+    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
 
 
 def available_bytes(mesh: jax.sharding.Mesh) -> int | None:

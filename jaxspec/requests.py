@@ -24,13 +24,13 @@ class RequestStatistics:
     drafted: int = 0
     accepted_lengths: list[int] = field(default_factory=list)
 
-    def record(self, count: int, accepted: int, drafted: int, depth: int) -> None:
+    def record(self, counts: "RoundCounts", depth: int) -> None:
         """Adds one round of a drafter that drafts `depth` tokens."""
         self.accepted_lengths += [0] * (depth + 1 - len(self.accepted_lengths))
         self.rounds += 1
-        self.produced += count
-        self.drafted += drafted
-        self.accepted_lengths[accepted] += 1
+        self.produced += counts.produced
+        self.drafted += counts.drafted
+        self.accepted_lengths[counts.accepted] += 1
 
     def merge(self, other: "RequestStatistics") -> None:
         """Adds another request's numbers."""
@@ -40,6 +40,11 @@ class RequestStatistics:
         self.drafted += other.drafted
         for depth, rounds in enumerate(other.accepted_lengths):
             self.accepted_lengths[depth] += rounds
+
+    @property
+    def accepted(self) -> int:
+        """Drafted tokens that were kept."""
+        return sum(depth * rounds for depth, rounds in enumerate(self.accepted_lengths))
 
     @property
     def tau(self) -> float:
@@ -53,6 +58,15 @@ class RequestStatistics:
 
 
 @dataclass(frozen=True)
+class RoundCounts:
+    """One round of one request: tokens it produced, drafted tokens among them, tree nodes verified."""
+
+    produced: int
+    accepted: int
+    drafted: int
+
+
+@dataclass(frozen=True)
 class RequestOutput:
     """What one step brought for one request.
 
@@ -60,6 +74,7 @@ class RequestOutput:
       tokens: the new ones.
       finish_reason: "stop", "length" or "abort" with the last output, else None.
       statistics: with the last output.
+      rounds: that produced the tokens, in order.
       log_probs: of `tokens`, where the request asked for them.
       prompt_log_probs: of the prompt's tokens from the second on, with the first output, where asked for.
     """
@@ -68,8 +83,19 @@ class RequestOutput:
     tokens: list[int]
     finish_reason: str | None = None
     statistics: RequestStatistics | None = None
+    rounds: tuple[RoundCounts, ...] = ()
     log_probs: list[TokenLogProb] = field(default_factory=list)
     prompt_log_probs: list[TokenLogProb] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class EngineLoad:
+    """How busy an engine is: requests in slots and waiting, cache pages in use and there."""
+
+    running: int
+    waiting: int
+    pages_used: int
+    pages: int
 
 
 @dataclass(frozen=True)

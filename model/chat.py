@@ -1,5 +1,6 @@
 """Chat templates: messages to prompt text, in a sandbox, with special tokens kept out of what users wrote."""
 
+import itertools
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,7 +12,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-Message = Mapping[str, Any]
+from model.messages import Message
 
 _PRIVATE_USE = range(0xF0000, 0x110000)
 
@@ -35,12 +36,11 @@ class ChatTemplate:
             raise ValueError(f"chat template: {_one_line(error)}") from error
         self._variables = dict(variables)
         strings = sorted(special_strings, key=len, reverse=True)
-        # A special token may also come together where the template joins two strings, so one cut off by the end of a
-        # string counts as well.
-        cut = sorted({text[:length] for text in strings for length in range(1, len(text))}, key=len, reverse=True)
+        first = "|".join(sorted({re.escape(text[0]) for text in strings}))
         whole = "|".join(map(re.escape, strings))
-        parts = "|".join(map(re.escape, cut))
-        self._special = re.compile(rf"(?=(?:{whole})|(?:{parts})\s*\Z)(.)", re.DOTALL) if strings else None
+        self._special = re.compile(rf"(?={first})(?={whole})(.)" if strings else r"(?!)()", re.DOTALL)
+        self._starts = frozenset(text[:length] for text in strings for length in range(1, len(text)))
+        self._longest = max(map(len, strings), default=0)
 
     def render(self, messages: Sequence[Message], **variables: Any) -> tuple[str, str]:
         """The prompt's text, and a mark: a character that stands inside each special token that a message spells out.
@@ -69,12 +69,24 @@ class ChatTemplate:
 
     def _guard(self, value: Any, mark: str) -> Any:
         if isinstance(value, str):
-            return self._special.sub(rf"\g<1>{mark}", value) if self._special else value
+            return self._guard_text(value, mark)
         if isinstance(value, Mapping):
-            return {key: self._guard(item, mark) for key, item in value.items()}
+            # The name of a tool's parameter comes from outside as well.
+            return {self._special.sub(rf"\g<1>{mark}", key): self._guard(item, mark) for key, item in value.items()}
         if isinstance(value, list | tuple):
             return [self._guard(item, mark) for item in value]
         return value
+
+    def _guard_text(self, text: str, mark: str) -> str:
+        """Puts the mark behind the first character of each special token and of each one that the end cuts off.
+
+        The latter may come whole where the template joins two strings, even if it strips them before.
+        """
+        end = len(text.rstrip())
+        cut = [begin for begin in range(max(0, end - self._longest), end) if text[begin:end] in self._starts]
+        places = [0, *(begin + 1 for begin in cut), len(text)]
+        parts = (text[begin:stop] for begin, stop in itertools.pairwise(places))
+        return mark.join(self._special.sub(rf"\g<1>{mark}", part) for part in parts)
 
 
 class _Generation(Extension):

@@ -16,6 +16,7 @@ from model.batch import LayerRows
 from model.cache import PagedCache, RowSpec, context_rows, key_value_rows
 from model.config import DFlashConfig
 from model.layers import GatedMLP, Linear, RMSNorm
+from sharding.collectives import gather_over_devices
 from sharding.layout import Layout
 
 
@@ -58,7 +59,8 @@ class DFlashDrafter(nnx.Module):
         self.config = config
         self.layout = layout
         taps = len(config.target_layer_ids)
-        self.fc = Linear(config.hidden_size, taps * config.hidden_size, (None, None), dtype)
+        self.split = layout.splits("features")
+        self.fc = Linear(config.hidden_size, taps * config.hidden_size, ("features", None), dtype)
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         self.layers = nnx.List([DFlashLayer(config, layout, dtype) for _ in range(config.num_hidden_layers)])
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
@@ -71,7 +73,8 @@ class DFlashDrafter(nnx.Module):
 
     def features(self, tapped: jax.Array) -> jax.Array:
         """Tapped features [batch, rows, taps * hidden] → context features [batch, rows, hidden]."""
-        return self.hidden_norm(self.fc(tapped.astype(self.fc.weight.dtype)))
+        projected = self.fc(tapped.astype(self.fc.weight.dtype))
+        return self.hidden_norm(gather_over_devices(projected, projected.ndim - 1, self.split))
 
     def context_keys_values(self, tapped: jax.Array, positions: jax.Array) -> tuple[LayerRows, ...]:
         """The cache rows of processed tokens, for every layer.
@@ -140,5 +143,6 @@ def layout_of(config: DFlashConfig, devices: int) -> Layout:
             ("heads", config.num_attention_heads),
             ("kv_heads", config.num_key_value_heads),
             ("mlp", config.intermediate_size),
+            ("features", config.hidden_size),
         ),
     )

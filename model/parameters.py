@@ -32,7 +32,13 @@ def weight(shape: tuple[int, ...], dtype: Any, axes: tuple[str | None, ...]) -> 
 
 def weight_specs(build: Callable[[], nnx.Module]) -> tuple[WeightSpec, ...]:
     """The weights of the module that `build` makes, in a fixed order."""
-    return tuple(spec for _, spec in _abstract_leaves(build)[1])
+    return declared(build)[1]
+
+
+def declared(build: Callable[[], Module]) -> tuple[Module, tuple[WeightSpec, ...]]:
+    """The module that `build` makes, with shapes in the place of arrays, and its weights."""
+    module, leaves = _abstract_leaves(build)
+    return module, tuple(spec for _, spec in leaves)
 
 
 def fill(build: Callable[[], Module], leaf: Callable[[WeightSpec], jax.Array]) -> Module:

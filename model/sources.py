@@ -17,6 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from model import tiktoken_tokenizer
+
 CONFIG = "config.json"
 SINGLE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -27,7 +29,7 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "generation_config.json",
 )
-OTHER_TOKENIZERS = ("tokenizer.model", "vocab.json", "tiktoken.model")  # Of SentencePiece and of slow tokenizers.
+OTHER_TOKENIZERS = ("tokenizer.model", "vocab.json")  # Of SentencePiece and of slow tokenizers.
 DTYPES = {
     "F32": "float32",
     "F16": "float16",
@@ -124,7 +126,7 @@ class SafetensorsSource:
             tensors |= held
         if missing := sorted(set(index) - set(tensors)):
             raise ValueError(f"{path / INDEX}: lists {missing[0]}, which {index[missing[0]]} does not hold")
-        used = [path / name for name in (CONFIG, INDEX, *names, *TOKENIZER_FILES)]
+        used = [path / name for name in (CONFIG, INDEX, *names, *TOKENIZER_FILES, tiktoken_tokenizer.RANKS)]
         self.fingerprint = fingerprint([file for file in used if file.exists()])
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> np.ndarray:
@@ -141,12 +143,17 @@ class SafetensorsSource:
 
     def write_tokenizer(self, folder: Path) -> None:
         """See `Source.write_tokenizer`."""
+        settings = self.path / tiktoken_tokenizer.CONFIG
+        config = _read_json(settings) if settings.is_file() else {}
+        from_ranks = tiktoken_tokenizer.read_from_ranks(self.path, config)
         others = [name for name in OTHER_TOKENIZERS if (self.path / name).is_file()]
-        if others and not (self.path / "tokenizer.json").is_file():
+        if others and not from_ranks and not (self.path / "tokenizer.json").is_file():
             raise ValueError(f"{self.path}: found {others[0]}, expected a tokenizer.json: no other tokenizer is read")
         for name in TOKENIZER_FILES:
             if (self.path / name).is_file():
                 shutil.copyfile(self.path / name, folder / name)
+        if from_ranks:
+            tiktoken_tokenizer.read_tokenizer(self.path, config).save(str(folder / "tokenizer.json"), pretty=False)
 
     def _open(self, path: Path) -> dict[str, SourceTensor]:
         if not path.is_file():

@@ -3,14 +3,18 @@
 import codecs
 import functools
 import hashlib
+import itertools
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
-from model.chat import ChatTemplate, Message
+from model import kimi_chat, tiktoken_tokenizer
+from model.byte_alphabet import bytes_of
+from model.chat import ChatTemplate
+from model.messages import Message, check_messages, check_tools
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 
@@ -22,9 +26,16 @@ class Tokenizer:
       vocab_size: ids it knows; the model's own vocabulary may be padded beyond.
       eos_token_ids: ids that end an answer.
       chat_template: None where the checkpoint has none.
+      kimi: the generation of a Kimi checkpoint, None for another model.
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer, config: dict[str, Any], eos_token_ids: Iterable[int] = ()):
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        config: dict[str, Any],
+        eos_token_ids: Iterable[int] = (),
+        model_config: dict[str, Any] | None = None,
+    ):
         if "ByteLevel" not in _decoder_types(backend):
             found = ", ".join(sorted(_decoder_types(backend))) or "none"
             raise ValueError(f"tokenizer.json decoder: found {found}, only ByteLevel is supported")
@@ -32,14 +43,19 @@ class Tokenizer:
         # The same tokenizer, to which special tokens are ordinary text.
         self._literal = tokenizers.Tokenizer.from_str(backend.to_str())
         self._literal.encode_special_tokens = True
-        added = backend.get_added_tokens_decoder()
-        self._special_ids = frozenset(index for index, token in added.items() if token.special)
+        self._special = {i: t.content for i, t in backend.get_added_tokens_decoder().items() if t.special}
+        self._shown = frozenset(_shown_tokens(config))
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
         names = {name: _content(config[name]) for name in SPECIAL_NAMES if config.get(name)}
-        own_end = backend.token_to_id(names["eos_token"]) if "eos_token" in names else None
-        self.eos_token_ids = tuple(sorted({*eos_token_ids, *([] if own_end is None else [own_end])}))
+        ends = [backend.token_to_id(names["eos_token"])] if "eos_token" in names else []
         template = _default_template(config.get("chat_template"))
-        specials = [added[index].content for index in self._special_ids]
+        specials = list(self._special.values())
+        self.kimi = None
+        if tiktoken_tokenizer.is_kimi(config):
+            self.kimi = kimi_chat.generation_of(model_config or {}, specials)
+            template = template or kimi_chat.built_in_template(self.kimi)
+            ends += [backend.token_to_id(name) for name in kimi_chat.STOP_TOKENS]
+        self.eos_token_ids = tuple(sorted({*eos_token_ids, *(end for end in ends if end is not None)}))
         self.chat_template = ChatTemplate(template, specials, names) if template else None
 
     @classmethod
@@ -47,65 +63,77 @@ class Tokenizer:
         """Reads the tokenizer of a converted checkpoint, or of a plain Hugging Face folder.
 
         Raises:
-          FileNotFoundError: the folder or its tokenizer.json is missing.
+          FileNotFoundError: the folder is missing, or has neither tokenizer.json nor tiktoken.model.
           ValueError: a file can't be read or holds what is not supported; names the file.
         """
         if not folder.is_dir():
             raise FileNotFoundError(f"{folder}: no such folder")
         files = folder / "tokenizer" if (folder / "tokenizer").is_dir() else folder
-        path = files / "tokenizer.json"
-        if not path.is_file():
-            raise FileNotFoundError(f"{path}: no tokenizer there; convert the checkpoint with its tokenizer files")
-        try:
-            backend = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises bare Exception
-            raise ValueError(f"{path}: not a readable tokenizer: {error}") from error
-        backend.no_truncation()
-        backend.no_padding()
         config = _read_json(files / "tokenizer_config.json")
+        backend = _read_backend(files, config)
         if (files / "chat_template.jinja").is_file():
             config["chat_template"] = (files / "chat_template.jinja").read_text(encoding="utf-8")
         ends: set[int] = set()
         model_config = _read_json(folder / "jaxspec.json").get("config", {}) | _read_json(folder / "config.json")
-        for source in (model_config, _read_json(files / "generation_config.json")):
+        text_config = model_config.get("text_config")
+        for source in (
+            model_config,
+            text_config if isinstance(text_config, dict) else {},
+            _read_json(files / "generation_config.json"),
+        ):
             end = source.get("eos_token_id")
             found = end if isinstance(end, list) else [] if end is None else [end]
             if not all(isinstance(index, int) for index in found):
                 raise ValueError(f"{folder}: eos_token_id: found {end!r}, expected a token id or a list of them")
             ends.update(found)
-        return cls(backend, config, ends)
+        return cls(backend, config, ends, model_config)
 
     def encode(self, text: str) -> list[int]:
         """Ids of a raw prompt: special tokens spelt out in it count as such; a BOS comes first if that is the rule."""
-        return self._parsing.encode(_checked(text)).ids
+        _checked(text)
+        return [index for part in _split(text, self._cuts(text)) for index in self._parsing.encode(part).ids]
 
     def encode_chat(self, messages: Sequence[Message], **variables: Any) -> list[int]:
         """Ids of a conversation up to where the assistant speaks next.
 
-        A special token spelt out in a message stays plain text: nobody can end a turn or begin a system message
-        from inside one. Otherwise these are the ids of transformers' `apply_chat_template(add_generation_prompt=True)`.
+        A special token spelt out in a message or a tool stays plain text: nobody can end a turn or begin a system
+        message from inside one. Otherwise these are the ids of transformers'
+        `apply_chat_template(add_generation_prompt=True)`.
 
         Args:
           messages: each with `role` and `content`, and whatever else the template reads.
-          **variables: further names for the template, such as `tools` or `enable_thinking`.
+          **variables: further names for the template, such as `tools`, `enable_thinking`, or for Kimi `thinking` and
+            `preserve_thinking`.
 
         Raises:
-          ValueError: there is no chat template, or it refuses these messages.
+          ValueError: there is no chat template, or it refuses these messages; or naming what is not text in them, the
+            tool that is not a function with a JSON schema, the switch that is not true or false.
         """
         if self.chat_template is None:
             raise ValueError("chat template: this checkpoint has none; give a raw prompt")
+        check_messages(messages)
+        if variables.get("tools"):
+            check_tools(variables["tools"])
+        if self.kimi is not None:
+            variables = kimi_chat.template_variables(self.kimi, variables)
         text, mark = self.chat_template.render(messages, **variables)
         _checked(text)
         encoding = self._parsing.encode(text, add_special_tokens=False)
-        if not mark:
+        cuts = self._cuts(text.replace(mark, "") if mark else text)
+        if not mark and not cuts:
             return encoding.ids
+        specials = [item for item in zip(encoding.ids, encoding.offsets, strict=True) if item[0] in self._special]
         ids: list[int] = []
-        start = 0
-        for index, (begin, end) in zip(encoding.ids, encoding.offsets, strict=True):
-            if index in self._special_ids:
-                ids += [*self._encode_literal(text[start:begin].replace(mark, "")), index]
-                start = end
-        return [*ids, *self._encode_literal(text[start:].replace(mark, ""))]
+        start = place = 0  # The same position with the marks counted and without.
+        for index, (begin, end) in [*specials, (None, (len(text), len(text)))]:
+            literal = text[start:begin].replace(mark, "") if mark else text[start:begin]
+            for part in _split(literal, [cut - place for cut in cuts]):
+                ids += self._literal.encode(part, add_special_tokens=False).ids
+            if index is not None:
+                ids.append(index)
+            place += len(literal) + end - begin
+            start = end
+        return ids
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """The text of `ids`; bytes that form no UTF-8 character become U+FFFD, ids beyond the vocabulary nothing."""
@@ -126,7 +154,11 @@ class Tokenizer:
 
     def is_special(self, index: int) -> bool:
         """Whether a token is a control token, which `decode` skips."""
-        return index in self._special_ids
+        return index in self._special and index not in self._shown
+
+    def special_text(self, index: int) -> str | None:
+        """The text of a special token, shown or not; None for an ordinary one."""
+        return self._special.get(index)
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -141,11 +173,12 @@ class Tokenizer:
         vocabulary = self._parsing.get_vocab(with_added_tokens=True)
         pieces = [b""] * (max(vocabulary.values()) + 1)
         for token, index in vocabulary.items():
-            pieces[index] = _piece_bytes(token)
+            pieces[index] = bytes_of(token)
         return pieces
 
-    def _encode_literal(self, text: str) -> list[int]:
-        return self._literal.encode(text, add_special_tokens=False).ids if text else []
+    def _cuts(self, text: str) -> list[int]:
+        """Where the model's own encoder cuts very long texts."""
+        return list(kimi_chat.cuts(text)) if self.kimi is not None else []
 
 
 class Detokenizer:
@@ -171,19 +204,33 @@ class Detokenizer:
         return self._decoder.decode(b"", final=True)
 
 
-@functools.cache
-def _byte_alphabet() -> dict[str, int]:
-    """Character → byte of GPT-2's printable alphabet: printable Latin-1 stands for itself, the rest for U+0100 on."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(0x100 + n): byte for n, byte in enumerate(others)}
+def _read_backend(files: Path, config: dict[str, Any]) -> tokenizers.Tokenizer:
+    if tiktoken_tokenizer.read_from_ranks(files, config):
+        return tiktoken_tokenizer.read_tokenizer(files, config)
+    path = files / "tokenizer.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no tokenizer there; convert the checkpoint with its tokenizer files")
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception
+        raise ValueError(f"{path}: not a readable tokenizer: {error}") from error
+    backend.no_truncation()
+    backend.no_padding()
+    return backend
 
 
-def _piece_bytes(token: str) -> bytes:
-    alphabet = _byte_alphabet()
-    if all(character in alphabet for character in token):
-        return bytes(alphabet[character] for character in token)
-    return token.encode()  # an added token with a character outside the alphabet is written as it is
+def _split(text: str, places: Iterable[int]) -> list[str]:
+    """`text`, cut at those of `places` that lie inside it."""
+    inside = [place for place in places if 0 < place < len(text)]
+    return [text[first:last] for first, last in itertools.pairwise([0, *inside, len(text)])]
+
+
+def _shown_tokens(config: Mapping[str, Any]) -> Iterator[int]:
+    """Ids of added tokens that the checkpoint does not count as control tokens: <think>, say."""
+    named = config.get("added_tokens_decoder")
+    for index, token in named.items() if isinstance(named, dict) else ():
+        if index.isdecimal() and isinstance(token, dict) and token.get("special") is False:
+            yield int(index)
 
 
 def _decoder_types(backend: tokenizers.Tokenizer) -> set[str]:

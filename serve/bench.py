@@ -21,6 +21,7 @@ KERNELS_SHOWN = 12
 
 
 def bench_command(
+    invocation: typer.Context,
     shape: Annotated[str, Option(help="smollm2, qwen3-8b or kimi-k2.6; weights are random.")] = "smollm2",
     shard: Annotated[int, Option(help="Time one device's share of a mesh of so many, verification alone.")] = 1,
     budget: Annotated[
@@ -40,6 +41,8 @@ def bench_command(
     as_json: Annotated[bool, Option("--json", help="Print one JSON object on stdout, no table.")] = False,
 ) -> None:
     """Time plain steps and speculative rounds on random weights."""
+    if invocation.invoked_subcommand is not None:
+        return
     if shard != 1:
         with bad_input():
             if (batch, devices, drafter_layers, block_size, rounds_per_call, profile) != (1, 1, None, None, 1, None):

@@ -8,9 +8,13 @@ from typing import cast
 import typer
 
 from serve.bench import bench_command
+from serve.bench_serve import bench_serve_command
+from serve.chat import chat_command
 from serve.convert import convert_command
 from serve.evaluate import evaluate_command
 from serve.generate import generate_command
+from serve.plan import plan_command
+from serve.serve import serve_command
 from serve.train import train_command
 
 app = typer.Typer(
@@ -20,8 +24,14 @@ app = typer.Typer(
 )
 app.command("convert")(convert_command)
 app.command("generate")(generate_command)
+app.command("plan")(plan_command)
+app.command("serve")(serve_command)
+app.command("chat")(chat_command)
 app.command("train")(train_command)
-app.command("bench")(bench_command)
+bench = typer.Typer(invoke_without_command=True)
+bench.callback()(bench_command)
+bench.command("serve")(bench_serve_command)
+app.add_typer(bench, name="bench")
 app.command("evaluate")(evaluate_command)
 
 # Of the errors that the command line's parser raises, typer exports only this kind of UsageError.

@@ -1,5 +1,6 @@
 """Checks of options: several numbers in one, and limits."""
 
+import re
 from collections.abc import Sequence
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -17,6 +18,15 @@ def integers(option: str, text: str) -> list[int]:
 def decimals(option: str, text: str) -> list[float]:
     """ "0,0.7" → [0.0, 0.7]; raises as `integers` does."""
     return [float(number) for number in _parts(option, text, float, "numbers")]
+
+
+def byte_count(option: str, text: str) -> int:
+    """ "96GB" → 96 · 10⁹, "80GiB" → 80 · 2³⁰; raises ValueError, naming the option, for anything else."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT])(i?)B\s*", text)
+    if found is None:
+        raise ValueError(f"{option}: found {text!r}, expected a number with KB, MB, GB, TB or KiB, MiB, GiB, TiB")
+    number, prefix, binary = found.groups()
+    return int(float(number) * (1024 if binary else 1000) ** ("KMGT".index(prefix) + 1))
 
 
 def distinct(option: str, numbers: Sequence[float]) -> None:

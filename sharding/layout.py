@@ -17,6 +17,7 @@ AXIS_RULES: Mapping[str, str] = {
     "kv_heads": TENSOR_AXIS,
     "mlp": TENSOR_AXIS,
     "vocab": TENSOR_AXIS,
+    "features": TENSOR_AXIS,
     "shared_mlp": TENSOR_AXIS,
     "experts": TENSOR_AXIS,
     "expert_mlp": TENSOR_AXIS,

@@ -83,7 +83,10 @@ def relative_error(found: np.ndarray, expected: np.ndarray) -> float:
 
 
 def compare(target: Any, published: Any, tokens: np.ndarray, taps: tuple[int, ...], chunk: int, steps: int) -> None:
-    """Runs `tokens` in chunks, the last `steps` one by one, then the tree; compares logits and features everywhere."""
+    """Runs `tokens` in chunks, the last `steps` one by one, then the tree; compares logits and features everywhere.
+
+    A step is padded to the tree's size, so that both run one program.
+    """
 
     def reference(sequence: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         with torch.no_grad():
@@ -96,7 +99,7 @@ def compare(target: Any, published: Any, tokens: np.ndarray, taps: tuple[int, ..
     found = [
         session.extend(part, chunk) for part in np.split(tokens[:-steps], range(chunk, len(tokens) - steps, chunk))
     ]
-    found += [session.extend(tokens[i : i + 1], 1) for i in range(len(tokens) - steps, len(tokens))]
+    found += [session.extend(tokens[i : i + 1], len(PARENTS)) for i in range(len(tokens) - steps, len(tokens))]
     logits, features = (np.concatenate(parts) for parts in zip(*found, strict=True))
     expected_logits, expected_features = reference(tokens)
     assert relative_error(logits, expected_logits) <= TOLERANCE

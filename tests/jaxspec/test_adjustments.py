@@ -16,8 +16,6 @@ from model.cache import empty_cache
 from sharding.mesh import make_mesh
 from tests.builders import GROUPED, Plan, on_mesh, oracle, oracle_drafting, tiny_target
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 VOCAB, CONTEXT, LIMIT = GROUPED.vocab_size, 96, 40
 GREEDY = SamplingParams(temperature=0, max_tokens=LIMIT, ignore_eos=True, log_probs=4)
 # Without options the tiny model soon repeats itself; with them each answer goes its own way.

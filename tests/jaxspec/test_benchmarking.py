@@ -24,8 +24,6 @@ from model.parameters import weight_specs
 from scripts.benchmark import app
 from sharding.mesh import make_mesh
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 TINY = pair_of(
     dataclasses.replace(
         SHAPES["smollm2"].target,

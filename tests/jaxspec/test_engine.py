@@ -14,8 +14,6 @@ from jaxspec.engine import CALLS_IN_FLIGHT, Engine
 from sharding.mesh import make_mesh
 from tests.builders import DFLASH, GROUPED, Plan, finish, oracle, oracle_drafting, tiny_dflash, tiny_target
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 BLOCK = 8
 LIMIT = 30
 CONTEXT = 64

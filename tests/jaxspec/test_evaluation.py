@@ -19,8 +19,6 @@ from sharding.mesh import make_mesh
 from tests.builders import DFLASH, GROUPED, tiny_dflash, tiny_target
 from tests.published import write_byte_tokenizer
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 SIZES = {"vocab_size": 260, "max_position_embeddings": 400}
 TARGET = dataclasses.replace(GROUPED, **SIZES, eos_token_ids=(257,))
 DRAFTER = dataclasses.replace(DFLASH, **SIZES, block_size=4, windows=(0, 0))

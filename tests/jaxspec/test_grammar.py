@@ -19,8 +19,6 @@ from sharding.mesh import make_mesh
 from tests.builders import GROUPED, Plan, oracle, oracle_drafting, tiny_target
 from tests.published import write_byte_tokenizer
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 EOS, VOCAB = 257, 264  # six ids beyond the tokenizer's
 MODEL = replace(GROUPED, vocab_size=VOCAB)
 SCHEMA = json.dumps(

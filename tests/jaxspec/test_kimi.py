@@ -23,8 +23,6 @@ from tests.round_bench import (
     run_to_the_end,
 )
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 PAGE = 8
 CALLS = 5  # of eight plain rounds
 LAYOUTS = {

@@ -30,8 +30,6 @@ from tests.round_bench import (
     run_to_the_end,
 )
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 
 @pytest.fixture(scope="module")
 def plain() -> Bench:

@@ -22,8 +22,6 @@ from model.cache import empty_cache
 from sharding.mesh import TENSOR_AXIS, make_mesh
 from tests.builders import GROUPED, Plan, on_mesh, oracle, oracle_drafting, tiny_target
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 VOCAB = 64
 
 

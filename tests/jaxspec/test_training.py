@@ -42,8 +42,6 @@ from model.llama import LlamaForCausalLM
 from model.llama import layout_of as target_layout
 from model.parameters import fill, weight_specs
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 TARGET = ModelConfig("llama", 61, 24, 32, 5, 3, 1, 8, 1e-5, RopeConfig(1e4), 256, False, False, (2,))
 FULL = DFlashConfig(
     61, 24, 40, 2, 3, 1, 8, 1e-6, RopeConfig(1e4), 256, 5, 60, 5, (0, 2, 3), (0, 0), (False, False),

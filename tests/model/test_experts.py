@@ -20,8 +20,6 @@ from model.parameters import WeightSpec, fill
 from model.quantization_config import QuantizationConfig
 from tests.kimi_models import SIZES, random_weight
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 EXPERTS, HIDDEN, INNER = 5, 160, 96  # 160 columns: one block of 128 and a part of one
 CONFIG = read_kimi_config(SIZES | {"n_routed_experts": EXPERTS, "hidden_size": HIDDEN, "moe_intermediate_size": INNER})
 SCHEMES = (None, "int4", "fp8")

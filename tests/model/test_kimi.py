@@ -12,8 +12,6 @@ from model.kimi_config import read_kimi_config
 from tests.kimi_models import SIZES, YARN, disturbed, ported, published_text, stacked_weights
 from tests.sessions import compare
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 INVERSE_FREQUENCIES = [1.0, 0.3, 0.07, 0.004]
 # Between them they set every field to another value than the first has.
 VARIANTS: dict[str, dict[str, Any]] = {

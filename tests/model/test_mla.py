@@ -20,8 +20,6 @@ from sharding.mesh import make_mesh
 from tests.builders import on_mesh
 from tests.kimi_models import SIZES, random_weight
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 BATCH, ROWS, PAGES, PAGE = 3, 5, 4, 8
 LENGTHS = np.array([0, 13, PAGES * PAGE], np.int32)  # no context, part of a page, all
 

@@ -17,8 +17,6 @@ from sharding.mesh import make_mesh
 from tests.builders import on_mesh
 from tests.kimi_models import SIZES, random_weight
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 
 def reading(x: np.ndarray, weight: np.ndarray, bias: np.ndarray, config: Any) -> list[dict[int, float]]:
     """Expert → weight for each row, by loops over Python numbers (reference: arXiv 2412.19437, 2.1.2)."""

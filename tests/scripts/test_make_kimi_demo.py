@@ -20,8 +20,6 @@ from scripts.make_kimi_demo import Form, app, write_kimi_demo
 from serve.packaged import converted
 from tests.published import write_byte_tokenizer, write_model
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 # Six heads over three, and half an MLP that is no multiple of anything: both are padded.
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],

@@ -7,8 +7,6 @@ from serve.cli import main
 from serve.packaged import converted
 from tests.published import write_byte_tokenizer, write_model
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "vocab_size": 260,

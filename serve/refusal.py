@@ -1,0 +1,41 @@
+"""What a call is refused with: a status code, and a message that names field, value found and value expected."""
+
+from google.protobuf import any_pb2, duration_pb2
+from google.rpc import error_details_pb2, status_pb2
+from grpc import StatusCode
+from grpc_status import rpc_status
+
+
+class Refusal(Exception):
+    """Ends a call with a status.
+
+    Args:
+      code: of the status.
+      message: one line.
+      field: of the request, in dots, where one is at fault.
+      retry_after: seconds after which trying again makes sense.
+    """
+
+    def __init__(self, code: StatusCode, message: str, *, field: str = "", retry_after: float | None = None):
+        super().__init__(message)
+        self.code, self.message, self.field, self.retry_after = code, message, field, retry_after
+
+    def status(self) -> object:
+        """For `context.abort_with_status`: carries google.rpc.BadRequest and RetryInfo where they apply."""
+        details = []
+        if self.field:
+            violation = error_details_pb2.BadRequest.FieldViolation(field=self.field, description=self.message)
+            details.append(error_details_pb2.BadRequest(field_violations=[violation]))
+        if self.retry_after is not None:
+            delay = duration_pb2.Duration()
+            delay.FromMilliseconds(round(self.retry_after * 1000))
+            details.append(error_details_pb2.RetryInfo(retry_delay=delay))
+        packed = [any_pb2.Any() for _ in details]
+        for box, detail in zip(packed, details, strict=True):
+            box.Pack(detail)
+        return rpc_status.to_status(status_pb2.Status(code=self.code.value[0], message=self.message, details=packed))
+
+
+def invalid(field: str, found: object, expected: str) -> Refusal:
+    """INVALID_ARGUMENT for a field of the request."""
+    return Refusal(StatusCode.INVALID_ARGUMENT, f"{field}: found {found}, expected {expected}", field=field)

@@ -5,6 +5,7 @@ committed ones: a row's logits are what plain decoding would have had at that pl
 """
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.config import MAX_BIASES
+from jaxspec.config import MAX_BIASES, SamplingParams
 from jaxspec.state import DecodeState
 from jaxspec.tree import DraftTree
 from sharding.collectives import device_index
@@ -64,6 +65,22 @@ def no_adjustments(slots: int, vocab: int) -> Adjustments:
         "generated": np.zeros((slots, vocab), np.uint16),
     }
     return Adjustments(**rows)
+
+
+def adjustments_of(
+    sampling: SamplingParams, prompt: Sequence[int], generated: Sequence[int], vocab: int
+) -> Adjustments:
+    """The row of one request whose answer begins with `generated`, as NumPy arrays [1, …]."""
+    row = no_adjustments(1, vocab)
+    row.repetition[0] = sampling.repetition_penalty
+    row.presence[0] = sampling.presence_penalty
+    row.frequency[0] = sampling.frequency_penalty
+    row.min_length[0] = len(prompt) + sampling.min_tokens
+    for place, (token, bias) in enumerate(sampling.logit_bias):
+        row.bias_ids[0, place], row.bias[0, place] = token, bias
+    row.in_prompt[0, prompt] = True
+    np.add.at(np.asarray(row.generated[0]), generated, 1)
+    return row
 
 
 def adjust(logits: jax.Array, tree: DraftTree, state: DecodeState, adjustments: Adjustments, split: bool) -> jax.Array:

@@ -3,7 +3,6 @@
 import bisect
 import collections
 import functools
-import operator
 import secrets
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,12 +11,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxspec.adjustments import no_adjustments
+from jaxspec.adjustments import adjustments_of, no_adjustments
+from jaxspec.admission import Admission
 from jaxspec.config import MAX_STOP_IDS, EngineConfig, SamplingParams, SpeculationConfig
 from jaxspec.drafting import MakeDrafting, dflash_drafting
 from jaxspec.grammar import GrammarCompiler
 from jaxspec.log_probs import TokenLogProb, host_log_probs
-from jaxspec.memory import available_bytes, cache_bytes_per_token, weight_bytes
+from jaxspec.memory import available_bytes, cache_bytes_per_token, max_context, page_count
 from jaxspec.pages import PageAllocator
 from jaxspec.plan import placement_of, plan_models
 from jaxspec.programs import DecodeShape, PrefillShape, Programs, bucket, replicate
@@ -79,8 +79,11 @@ class Engine:
             raise ValueError(
                 f"eos_token_ids: found {wrong[0]}, expected 0 to {vocab - 1}; see the target's eos_token_id"
             )
-        self.max_context = self._max_context()
-        self.page_count = self._page_count()
+        self.max_context = max_context(self.config, target, drafter)
+        self.page_count = page_count(self.config, self.max_context, target, drafter, mesh)
+        self._admission = Admission(
+            vocab, self.max_context, self.page_count * self.config.page_size, self.eos_token_ids
+        )
         self._programs = Programs(mesh, target, drafter, make_drafting, report)
         self._pages = PageAllocator(self.page_count, self.config.page_size, self.config.keep_prefixes)
         self._waiting: list[Request] = []  # in the order of their turns
@@ -291,35 +294,6 @@ class Engine:
 
     # Sizes
 
-    def _max_context(self) -> int:
-        limit = self.target.config.max_position_embeddings
-        if self.drafter is not None and isinstance(self.drafter, DFlashDrafter):
-            limit = min(limit, self.drafter.config.max_position_embeddings)
-        wanted = self.config.max_context or limit
-        if wanted > limit:
-            raise ValueError(f"EngineConfig.max_context: found {wanted}, expected at most the models' {limit}")
-        return wanted
-
-    def _page_count(self) -> int:
-        tokens = self.config.cache_tokens or self.config.slots * self.max_context
-        pages = self._pages_for(tokens)
-        page_bytes = self.config.page_size * cache_bytes_per_token(self.target, self.drafter)
-        free = available_bytes(self.mesh)
-        if free is None:
-            return pages
-        modules = [self.target] if self.drafter is None else [self.target, self.drafter]
-        kept_free = (1 - self.config.memory_fraction) * (free + weight_bytes(*modules))
-        room = max(0, int(free - kept_free))
-        if self.config.cache_tokens is None and room // page_bytes >= self._pages_for(self.max_context):
-            return min(pages, room // page_bytes)
-        if pages * page_bytes > room:
-            raise ValueError(
-                f"cache_tokens: {tokens} tokens need {pages * page_bytes / 1e9:.2f} GB a device, found "
-                f"{room / 1e9:.2f} GB free within memory_fraction {self.config.memory_fraction:g}; lower slots, "
-                "max_context or cache_tokens"
-            )
-        return pages
-
     @functools.cached_property
     def _grammars(self) -> GrammarCompiler:
         if self.tokenizer is None:
@@ -355,36 +329,9 @@ class Engine:
 
     def _request(self, prompt: Sequence[int], sampling: SamplingParams, priority: int = 0) -> Request:
         """Checks a prompt and its settings and gives them an id."""
-        vocab = self.target.config.vocab_size
-        try:
-            prompt = [operator.index(token) for token in prompt]
-        except TypeError as error:
-            raise ValueError(f"prompt: {error}, expected token ids 0 to {vocab - 1}") from None
-        if not prompt:
-            raise ValueError("prompt: found 0 tokens, expected at least 1")
-        if len(prompt) >= self.max_context:
-            raise ValueError(
-                f"prompt: found {len(prompt)} tokens, expected at most {self.max_context - 1} (context limit)"
-            )
-        if wrong := [token for token in prompt if not 0 <= token < vocab]:
-            raise ValueError(f"prompt: found token id {wrong[0]}, expected 0 to {vocab - 1}")
-        if wrong := [token for token, _ in sampling.logit_bias if not 0 <= token < vocab]:
-            raise ValueError(f"logit_bias: found token id {wrong[0]}, expected 0 to {vocab - 1}")
-        stop_ids = tuple(
-            dict.fromkeys([*([] if sampling.ignore_eos else self.eos_token_ids), *sampling.stop_token_ids])
-        )
-        if wrong := [token for token in stop_ids if not 0 <= token < vocab]:
-            raise ValueError(f"stop_token_ids: found {wrong[0]}, expected 0 to {vocab - 1}")
-        if len(stop_ids) > MAX_STOP_IDS:
-            raise ValueError(
-                f"stop_token_ids: found {len(stop_ids)} with the model's own, expected at most {MAX_STOP_IDS}"
-            )
-        limit = min(sampling.max_tokens, self.max_context - len(prompt))
-        needed = self._pages_for(len(prompt) + limit)
-        if needed > self.page_count:
-            raise ValueError(f"prompt: needs {needed} cache pages with its answer, expected at most {self.page_count}")
+        ids, stop_ids, limit = self._admission.check(prompt, sampling)
         seed = secrets.randbits(32) if sampling.seed is None else sampling.seed
-        request = Request(self._next_id, prompt, sampling, limit, seed, stop_ids, priority)
+        request = Request(self._next_id, ids, sampling, limit, seed, stop_ids, priority)
         if sampling.grammar is not None:
             request.matcher = self._grammars.matcher(sampling.grammar)
         self._next_id += 1
@@ -490,15 +437,7 @@ class Engine:
         slot, sampling = request.slot or 0, request.sampling
         if not sampling.adjusted and slot not in self._adjusted_slots:
             return
-        row = no_adjustments(1, self.target.config.vocab_size)
-        row.repetition[0] = sampling.repetition_penalty
-        row.presence[0] = sampling.presence_penalty
-        row.frequency[0] = sampling.frequency_penalty
-        row.min_length[0] = len(request.prompt) + sampling.min_tokens
-        for place, (token, bias) in enumerate(sampling.logit_bias):
-            row.bias_ids[0, place], row.bias[0, place] = token, bias
-        row.in_prompt[0, request.prompt] = True
-        np.add.at(np.asarray(row.generated[0]), request.generated, 1)
+        row = adjustments_of(sampling, request.prompt, request.generated, self.target.config.vocab_size)
         self._adjustments = self._programs.adjust(self._adjustments, np.array([slot], np.int32), row)
         (self._adjusted_slots.add if sampling.adjusted else self._adjusted_slots.discard)(slot)
 

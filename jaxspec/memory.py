@@ -1,4 +1,4 @@
-"""Bytes: what a cache needs and what is there."""
+"""Bytes: what weights and a cache need, what is there, and the cache that fits."""
 
 import math
 from pathlib import Path
@@ -8,6 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+
+from jaxspec.config import EngineConfig
+from model.dflash import DFlashDrafter
 
 
 def cache_bytes_per_token(target: Any, drafter: Any) -> int:
@@ -22,6 +25,45 @@ def cache_bytes_per_token(target: Any, drafter: Any) -> int:
                 itemsize = jnp.dtype(target.embed_tokens.weight.dtype).itemsize
                 total += int(np.prod(row.shape)) * itemsize // max(shares)
     return total
+
+
+def max_context(config: EngineConfig, target: Any, drafter: Any) -> int:
+    """Tokens that a request may reach; raises ValueError where more are wanted than the models know."""
+    limit = target.config.max_position_embeddings
+    if isinstance(drafter, DFlashDrafter):
+        limit = min(limit, drafter.config.max_position_embeddings)
+    wanted = config.max_context or limit
+    if wanted > limit:
+        raise ValueError(f"EngineConfig.max_context: found {wanted}, expected at most the models' {limit}")
+    return wanted
+
+
+def page_count(config: EngineConfig, context: int, target: Any, drafter: Any, mesh: jax.sharding.Mesh) -> int:
+    """Pages of the cache: as many as wanted, or, where the caller did not say how many, as many as fit.
+
+    Args:
+      context: tokens that a request may reach.
+
+    Raises:
+      ValueError: with the numbers, where they do not fit, or not one request of `context` does.
+    """
+    tokens = config.cache_tokens or config.slots * context
+    pages = -(-tokens // config.page_size)
+    page_bytes = config.page_size * cache_bytes_per_token(target, drafter)
+    free = available_bytes(mesh)
+    if free is None:
+        return pages
+    modules = [target] if drafter is None else [target, drafter]
+    kept_free = (1 - config.memory_fraction) * (free + weight_bytes(*modules))
+    room = max(0, int(free - kept_free))
+    if config.cache_tokens is None and room // page_bytes >= -(-context // config.page_size):
+        return min(pages, room // page_bytes)
+    if pages * page_bytes > room:
+        raise ValueError(
+            f"cache_tokens: {tokens} tokens need {pages * page_bytes / 1e9:.2f} GB a device, found {room / 1e9:.2f} GB "
+            f"free within memory_fraction {config.memory_fraction:g}; lower slots, max_context or cache_tokens"
+        )
+    return pages
 
 
 def weight_bytes(*modules: Any) -> int:

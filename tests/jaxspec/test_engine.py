@@ -8,7 +8,6 @@ import jax
 import numpy as np
 import pytest
 
-import jaxspec.engine
 from jaxspec.config import EngineConfig, SamplingParams, SpeculationConfig
 from jaxspec.engine import CALLS_IN_FLIGHT, Engine
 from sharding.mesh import make_mesh
@@ -131,15 +130,13 @@ def test_the_context_limit_ends_an_answer(world: World) -> None:
     world.idle()
 
 
-def test_the_models_own_end_ids_count_unless_ignored(world: World) -> None:
+def test_the_models_own_end_ids_count_unless_ignored(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     answer = world.answers[2]
     place = next(p for p in range(3, LIMIT) if answer.index(answer[p]) == p)
-    world.engine.eos_token_ids = (answer[place],)
-    try:
-        ids = [world.add(2, ignore_eos=ignore) for ignore in (False, True)]
-        done = finish(world.engine, ids)
-    finally:
-        world.engine.eos_token_ids = ()
+    ends = replace(world.engine._admission, eos_token_ids=(answer[place],))
+    monkeypatch.setattr(world.engine, "_admission", ends)
+    ids = [world.add(2, ignore_eos=ignore) for ignore in (False, True)]
+    done = finish(world.engine, ids)
     assert done[ids[0]][:2] == (answer[: place + 1], "stop")
     assert done[ids[1]][:2] == (answer, "length")
 
@@ -445,7 +442,7 @@ class TestBadInput:
             Engine(tiny_target(), mesh=make_mesh(1), eos_token_ids=(-5,))
 
     def test_a_stop_id_out_of_range(self, world: World) -> None:
-        with pytest.raises(ValueError, match="stop_token_ids: found 64, expected 0 to 63"):
+        with pytest.raises(ValueError, match="stop_token_ids: found token id 64, expected 0 to 63"):
             world.add(0, stop_token_ids=(64,))
 
     def test_generating_beside_open_requests(self, world: World) -> None:
@@ -466,11 +463,11 @@ class TestBadInput:
 
     def test_a_request_larger_than_the_whole_cache(self) -> None:
         engine = Engine(tiny_target(), mesh=make_mesh(1), config=EngineConfig(slots=1, cache_tokens=32))
-        with pytest.raises(ValueError, match="prompt: needs 3 cache pages with its answer, expected at most 2"):
+        with pytest.raises(ValueError, match="prompt: needs a cache of 40 tokens with its answer, expected at most 32"):
             engine.add([1] * 30, SamplingParams(max_tokens=10))
 
     def test_a_cache_larger_than_memory(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(jaxspec.engine, "available_bytes", lambda mesh: 1000)
+        monkeypatch.setattr("jaxspec.memory.available_bytes", lambda mesh: 1000)
         with pytest.raises(ValueError, match="cache_tokens: 4096 tokens need .* GB .*, found 0.00 GB free"):
             Engine(tiny_target(), mesh=make_mesh(1))
 

@@ -238,7 +238,7 @@ class TestStartUp:
         """Four requests would take 64 pages; 40 are free beside the weights, of which memory_fraction keeps some."""
         target = tiny_target()
         free = 40 * 16 * cache_bytes_per_token(target, None)
-        monkeypatch.setattr(jaxspec.engine, "available_bytes", lambda mesh: free + 1)
+        monkeypatch.setattr("jaxspec.memory.available_bytes", lambda mesh: free + 1)
         fraction = 1 - kept / 40 * free / (free + weight_bytes(target))
         engine = Engine(target, mesh=make_mesh(1), config=EngineConfig(slots=4, memory_fraction=fraction))
         assert (engine.max_context, engine.page_count) == (256, 40 - kept)
@@ -246,7 +246,7 @@ class TestStartUp:
     def test_a_cache_too_small_for_one_request_is_refused(self, monkeypatch):
         target = tiny_target()
         page = 16 * cache_bytes_per_token(target, None)
-        monkeypatch.setattr(jaxspec.engine, "available_bytes", lambda mesh: 15 * page)
+        monkeypatch.setattr("jaxspec.memory.available_bytes", lambda mesh: 15 * page)
         with pytest.raises(ValueError, match="cache_tokens: 4096 tokens need .* within memory_fraction 1; lower"):
             Engine(target, mesh=make_mesh(1), config=EngineConfig(memory_fraction=1.0))
 

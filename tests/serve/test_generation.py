@@ -428,7 +428,7 @@ INVALID, UNIMPLEMENTED = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMP
         (request(stopping__stop=[""]), INVALID, "stopping.stop", "found 0 characters, expected 1 to 256 in each"),
         (request(stopping__stop=["x" * 257]), INVALID, "stopping.stop", "found 257 characters"),
         (request(stopping__stop=["x"] * 5000), INVALID, "stopping.stop", "found 5000 strings, expected at most 16"),
-        (request(stopping__stop_token_ids=[258]), INVALID, "stopping.stop_token_ids", "found 258, expected 0 to 257"),
+        (request(stopping__stop_token_ids=[258]), INVALID, "stopping.stop_token_ids", "found token id 258"),
         (
             request(stopping__stop_token_ids=[*range(99)]),
             INVALID,

@@ -187,6 +187,7 @@ def make_engine(
         slots=batch,
         batch_buckets=(batch,),
         max_context=-(-(context + timing_tokens(speculation)) // EngineConfig.page_size) * EngineConfig.page_size,
+        keep_prefixes=False,
     )
     return Engine(target, drafter, mesh=mesh, speculation=speculation, config=config, eos_token_ids=(), report=report)
 

@@ -61,6 +61,8 @@ class EngineConfig:
       cache_tokens: tokens the paged cache holds over all requests; None holds `slots` requests of `max_context`,
         or as many tokens as fit into memory if that is enough for one.
       prefill_chunk: the most prompt tokens of one request that one call processes.
+      keep_prefixes: whether the cache pages of finished requests are kept for requests that begin alike, until their
+        place is needed.
       expert_layout: "tensor" splits each of a target's experts over the devices, "expert" gives a device whole ones.
       shard_cache: "sequence" spreads the rows of each of the target's pages over the devices; None leaves the cache
         as the family has it.
@@ -75,6 +77,7 @@ class EngineConfig:
     max_context: int | None = None
     cache_tokens: int | None = None
     prefill_chunk: int = 512
+    keep_prefixes: bool = True
     expert_layout: Literal["tensor", "expert"] = "tensor"
     shard_cache: Literal["sequence"] | None = None
     memory_fraction: float = 0.92

@@ -1,5 +1,6 @@
 """The engine: requests in, tokens out, many at once, driven by compiled programs that are dispatched ahead."""
 
+import bisect
 import collections
 import functools
 import operator
@@ -81,8 +82,8 @@ class Engine:
         self.max_context = self._max_context()
         self.page_count = self._page_count()
         self._programs = Programs(mesh, target, drafter, make_drafting, report)
-        self._pages = PageAllocator(self.page_count)
-        self._waiting: collections.deque[Request] = collections.deque()
+        self._pages = PageAllocator(self.page_count, self.config.page_size, self.config.keep_prefixes)
+        self._waiting: list[Request] = []  # in the order of their turns
         self._running: dict[int, Request] = {}  # by slot
         self._open: dict[int, Request] = {}  # by id
         self._in_flight: collections.deque[tuple[RoundResult, list[Request]]] = collections.deque()
@@ -223,13 +224,20 @@ class Engine:
         tokens = min(4 * (self.depth + 1), room - len(prompt))
         self.generate([prompt], SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True))
 
-    def add(self, prompt: Sequence[int], sampling: SamplingParams | None = None) -> int:
+    def add(self, prompt: Sequence[int], sampling: SamplingParams | None = None, priority: int = 0) -> int:
         """Queues a request and returns its id.
+
+        Args:
+          priority: higher ones get slots first, and are paused last where pages run out.
 
         Raises:
           ValueError: naming field, value and limit, for a prompt that is empty, too long or holds an id out of range.
         """
-        return self._queue(self._request(prompt, sampling or SamplingParams()))
+        return self._queue(self._request(prompt, sampling or SamplingParams(), priority))
+
+    def forget_prefixes(self) -> int:
+        """Frees the cache pages that are only kept for requests to come; returns how many."""
+        return self._pages.forget()
 
     def abort(self, request_id: int) -> None:
         """Ends a request; its slot and pages are free for the next call. The next `step` reports it."""
@@ -345,7 +353,7 @@ class Engine:
 
     # Requests
 
-    def _request(self, prompt: Sequence[int], sampling: SamplingParams) -> Request:
+    def _request(self, prompt: Sequence[int], sampling: SamplingParams, priority: int = 0) -> Request:
         """Checks a prompt and its settings and gives them an id."""
         vocab = self.target.config.vocab_size
         try:
@@ -376,14 +384,14 @@ class Engine:
         if needed > self.page_count:
             raise ValueError(f"prompt: needs {needed} cache pages with its answer, expected at most {self.page_count}")
         seed = secrets.randbits(32) if sampling.seed is None else sampling.seed
-        request = Request(self._next_id, prompt, sampling, limit, seed, stop_ids)
+        request = Request(self._next_id, prompt, sampling, limit, seed, stop_ids, priority)
         if sampling.grammar is not None:
             request.matcher = self._grammars.matcher(sampling.grammar)
         self._next_id += 1
         return request
 
     def _queue(self, request: Request) -> int:
-        self._waiting.append(request)
+        bisect.insort(self._waiting, request, key=Request.turn)
         self._open[request.id] = request
         return request.id
 
@@ -398,13 +406,19 @@ class Engine:
         return outputs
 
     def _assign_slots(self) -> None:
-        """Gives waiting requests slots and the pages of their prompts, first come first served."""
+        """Gives waiting requests slots and the pages of their prompts, by priority, then first come first served."""
         free = [slot for slot in range(self.config.slots) if slot not in self._running]
         while self._waiting and free:
             request = self._waiting[0]
+            if not request.awaits_prompt_log_probs:  # or nobody would compute them
+                request.pages = self._pages.share(request.sequence[:-1])
+                request.prefilled = len(request.pages) * self.config.page_size
             if not self._reserve(request, self.speculation.rounds_per_call):
+                self._give_back_pages(request)
                 return
-            self._waiting.popleft()
+            self._waiting.pop(0)
+            if not request.generated:
+                request.statistics.cached_tokens = request.prefilled
             request.slot = free.pop(0)
             self._running[request.slot] = request
             if request.to_prefill == 0:
@@ -452,6 +466,8 @@ class Engine:
         """Tells the device about requests whose context is in the cache."""
         if not requests:
             return
+        for request in requests:
+            request.pages = self._pages.keep(request.sequence[:-1], request.pages)
         slots = np.full(self.config.slots, self.config.slots, np.int32)
         rows = empty_rows(self.config.slots, MAX_STOP_IDS)
         for row, request in enumerate(requests):
@@ -538,9 +554,9 @@ class Engine:
         return [r for r in self._running.values() if r.to_prefill <= 0 and not r.certain_to_finish]
 
     def _make_room(self, outputs: list[RequestOutput]) -> None:
-        """Frees pages: reads back every call in flight, then, if none ended a request, pauses the youngest.
+        """Frees pages: reads back every call in flight, then, if none ended a request, pauses the last in turn.
 
-        A paused request goes back to the head of the queue with what it has produced; noise is keyed by position, so it
+        A paused request goes back into the queue with what it has produced; noise is keyed by position, so it
         resumes with the very tokens it would have had.
         """
         free = self._pages.free
@@ -548,11 +564,10 @@ class Engine:
             self._collect(outputs)
         if self._pages.free > free:
             return
-        youngest = max(self._running.values(), key=lambda r: r.id)
-        self._release(youngest)
-        youngest.prefilled = 0
-        youngest.prompt_rows = []
-        self._waiting.appendleft(youngest)
+        last = max(self._running.values(), key=Request.turn)
+        self._release(last)
+        last.prompt_rows = []
+        bisect.insort(self._waiting, last, key=Request.turn)
 
     def _collect(self, outputs: list[RequestOutput]) -> None:
         """Reads back the oldest call in flight."""
@@ -611,14 +626,21 @@ class Engine:
             tuple(rounds),
             list(log_probs),
             request.take_prompt_log_probs() if new else [],
+            request.statistics.cached_tokens,
         )
 
     def _release(self, request: Request) -> None:
         if request.slot is not None:
             del self._running[request.slot]
         request.slot = None
+        # What a call in flight may still write lies past the tokens that were read back.
+        request.pages = self._pages.keep(request.sequence[: request.prefilled], request.pages)
+        self._give_back_pages(request)
+
+    def _give_back_pages(self, request: Request) -> None:
         self._pages.give_back(request.pages)
         request.pages = []
+        request.prefilled = 0
 
 
 def check_tokenizers(target: Tokenizer, drafter: Tokenizer) -> None:

@@ -148,6 +148,7 @@ class Evaluation:
             page_size=PAGE_SIZE,
             cache_tokens=self._cache_tokens(batch),
             prefill_chunk=PREFILL_CHUNK,
+            keep_prefixes=False,  # or the modes after the first would have their prompts for nothing
         )
 
         def engine(drafter: Any) -> Engine:

@@ -17,12 +17,14 @@ class RequestStatistics:
       produced: tokens.
       drafted: tree nodes verified.
       accepted_lengths: how many rounds accepted exactly d drafted tokens, at index d.
+      cached_tokens: of the prompt, found in the cache.
     """
 
     rounds: int = 0
     produced: int = 0
     drafted: int = 0
     accepted_lengths: list[int] = field(default_factory=list)
+    cached_tokens: int = 0
 
     def record(self, counts: "RoundCounts", depth: int) -> None:
         """Adds one round of a drafter that drafts `depth` tokens."""
@@ -38,6 +40,7 @@ class RequestStatistics:
         self.rounds += other.rounds
         self.produced += other.produced
         self.drafted += other.drafted
+        self.cached_tokens += other.cached_tokens
         for depth, rounds in enumerate(other.accepted_lengths):
             self.accepted_lengths[depth] += rounds
 
@@ -77,6 +80,7 @@ class RequestOutput:
       rounds: that produced the tokens, in order.
       log_probs: of `tokens`, where the request asked for them.
       prompt_log_probs: of the prompt's tokens from the second on, with the first output, where asked for.
+      cached_tokens: of the prompt, found in the cache.
     """
 
     request_id: int
@@ -86,6 +90,7 @@ class RequestOutput:
     rounds: tuple[RoundCounts, ...] = ()
     log_probs: list[TokenLogProb] = field(default_factory=list)
     prompt_log_probs: list[TokenLogProb] = field(default_factory=list)
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -145,6 +150,7 @@ class Request:
     limit: int
     seed: int
     stop_ids: tuple[int, ...]
+    priority: int = 0
     generated: list[int] = field(default_factory=list)
     slot: int | None = None
     pages: list[int] = field(default_factory=list)
@@ -159,6 +165,10 @@ class Request:
     def sequence(self) -> list[int]:
         """Prompt and answer so far; its last token is the anchor."""
         return self.prompt + self.generated
+
+    def turn(self) -> tuple[int, int]:
+        """What requests are served in ascending order of."""
+        return (-self.priority, self.id)
 
     @property
     def to_prefill(self) -> int:

@@ -42,7 +42,9 @@ class DecoderLayer(nnx.Module):
         """x [batch, rows, hidden] → the new residual stream and this layer's new cache rows."""
         normed = self.input_layernorm(x)
         rows = self.self_attn.keys_values(normed, tables)
-        context = tuple(context_rows(pool, batch.page_table) for pool in pools)
+        # Behind the barrier, since the compiler would gather the contexts of all layers first and hold them all.
+        table, normed = jax.lax.optimization_barrier((batch.page_table, normed))
+        context = tuple(context_rows(pool, table) for pool in pools)
         x = x + self.self_attn.attend(
             self.self_attn.queries(normed, tables), context, context_mask, rows, batch.visibility
         )

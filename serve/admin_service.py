@@ -1,4 +1,4 @@
-"""AdminService: abort, drain, profile. Who may call it is decided in `serve/security.py`."""
+"""AdminService: abort, drain, flush, profile. Who may call it is decided in `serve/security.py`."""
 
 import time
 from collections.abc import Callable
@@ -63,8 +63,9 @@ class AdminService(AdminServiceServicer):
         return pb.DrainResponse(remaining=len(self._requests))
 
     async def FlushCache(self, request: Any, context: Any) -> pb.FlushCacheResponse:
-        """There is no prefix cache to flush."""
-        raise Refusal(StatusCode.UNIMPLEMENTED, "FlushCache: this server keeps no prefixes")
+        """Forgets the prefixes that no open request uses."""
+        await self._run("FlushCache", lambda engine: engine.forget_prefixes())
+        return pb.FlushCacheResponse()
 
     async def StartProfile(self, request: Any, context: Any) -> pb.StartProfileResponse:
         """Begins a trace between two steps of the engine."""

@@ -160,7 +160,7 @@ class Answerer:
         sampling = [sampling_params(values | {"choice": index}) for index in range(choices)]
         # The prompt's log-probabilities are the same for every choice.
         sampling[1:] = [replace(params, prompt_log_probs=None) for params in sampling[1:]]
-        self._requests.admit(stream, prompt, sampling, prompt_field)
+        self._requests.admit(stream, prompt, sampling, request.priority, prompt_field)
         self._metrics.admitted(len(prompt))
         clocks = [AnswerClock(self._metrics) for _ in range(choices)]
         return Answering(stream, model.name, prompt, wants_text, wants_ids, clocks)

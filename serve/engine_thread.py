@@ -32,7 +32,7 @@ class Engine(Protocol):
         """The program being compiled; from any thread."""
         ...
 
-    def add(self, prompt: Sequence[int], sampling: SamplingParams) -> int:
+    def add(self, prompt: Sequence[int], sampling: SamplingParams, priority: int) -> int:
         """Queues a request and returns its id; ValueError for bad input."""
         ...
 
@@ -53,13 +53,16 @@ class Job:
       deliver: gets what comes of it, on the event loop.
       refused: gets what `add` raised, a ValueError for bad input, on the event loop.
       engine_id: the engine's, once it is added; the engine thread's own.
+      aborted: whether `abort` was called; the event loop's own.
     """
 
     prompt: Sequence[int]
     sampling: SamplingParams
+    priority: int
     deliver: Callable[[RequestOutput], None]
     refused: Callable[[Exception], None]
     engine_id: int | None = None
+    aborted: bool = False
 
 
 class EngineThread:
@@ -111,6 +114,9 @@ class EngineThread:
 
     def abort(self, job: Job) -> None:
         """Ends a request, if it is still open; its slot is free for the next step."""
+        if job.aborted:
+            return
+        job.aborted = True
         self._commands.put(lambda engine: self._abort(engine, job))
 
     async def call(self, function: Callable[[Any], Result]) -> Result:
@@ -164,7 +170,7 @@ class EngineThread:
 
     def _add(self, engine: Any, job: Job) -> None:
         try:
-            job.engine_id = engine.add(job.prompt, job.sampling)
+            job.engine_id = engine.add(job.prompt, job.sampling, job.priority)
         except Exception as error:
             self._post(job.refused, error)
         else:

@@ -107,4 +107,8 @@ def _ending(ending: Ending, statistics: RequestStatistics) -> pb.Ending:
 
 
 def _usage(answering: Answering) -> pb.Usage:
-    return pb.Usage(prompt_tokens=answering.prompt_tokens, completion_tokens=answering.completion_tokens)
+    return pb.Usage(
+        prompt_tokens=answering.prompt_tokens,
+        completion_tokens=answering.completion_tokens,
+        cached_tokens=answering.stream.choices[0].statistics.cached_tokens,
+    )

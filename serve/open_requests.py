@@ -49,12 +49,18 @@ class OpenRequests:
             )
 
     def admit(
-        self, stream: RequestStream, prompt: Sequence[int], sampling: Sequence[SamplingParams], prompt_field: str
+        self,
+        stream: RequestStream,
+        prompt: Sequence[int],
+        sampling: Sequence[SamplingParams],
+        priority: int,
+        prompt_field: str,
     ) -> None:
         """Queues every choice of a request; each admitted request must be closed.
 
         Args:
           sampling: of each choice.
+          priority: higher is sooner.
           prompt_field: the request's, for messages.
 
         Raises:
@@ -79,7 +85,7 @@ class OpenRequests:
 
         jobs = []
         for choice, params in zip(stream.choices, sampling, strict=True):
-            job = Job(prompt, params, lambda output: None, refused)
+            job = Job(prompt, params, priority, lambda output: None, refused)
             job.deliver = functools.partial(self._deliver, stream, choice, job)
             jobs.append(job)
         self._requests[stream.id] = stream, jobs

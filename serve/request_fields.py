@@ -46,6 +46,7 @@ SERVER_FIELDS = (
     "structured_output.regex",
     "structured_output.grammar",
     "structured_output.json_object",
+    "priority",
 )
 SUPPORTED_FIELDS = (*SERVER_FIELDS, *SAMPLING_FIELDS)
 

@@ -38,12 +38,21 @@ def serve_command(
         int, Option(help="Drafter's best tokens considered at each depth; 1 makes the tree a chain.")
     ] = SpeculationConfig.top_k_cap,
     devices: Annotated[int, Option(help="Devices to spread the model over.")] = EngineConfig.devices,
+    expert_layout: Annotated[
+        str, Option(help="tensor splits each expert over the devices, expert gives a device whole ones.")
+    ] = EngineConfig.expert_layout,
+    shard_cache: Annotated[
+        str | None, Option(help="sequence spreads each page's rows over the devices, where the target allows it.")
+    ] = EngineConfig.shard_cache,
+    memory_fraction: Annotated[
+        float, Option(help="Share of each device's memory that weights and cache may take.")
+    ] = EngineConfig.memory_fraction,
     slots: Annotated[int, Option(help="Answers decoded at once.")] = EngineConfig.slots,
     max_context: Annotated[
         int | None, Option(help="Tokens of prompt and answer together; by default the model's limit.")
     ] = EngineConfig.max_context,
     cache_tokens: Annotated[
-        int | None, Option(help="Tokens that the cache holds; by default slots × context.")
+        int | None, Option(help="Tokens that the cache holds; by default slots × context, or what fits.")
     ] = EngineConfig.cache_tokens,
     prefill_chunk: Annotated[
         int, Option(help="Prompt tokens of a request that one call processes.")
@@ -83,8 +92,12 @@ def serve_command(
         one_of("--log-format", log_format, FORMATS)
         one_of("--warm-up", warm_up_extent, WARM_UPS)
         speculation = SpeculationConfig(budget=budget, top_k_cap=top_k_cap)
+        # Anything else is refused by the config itself.
+        layout: Any = {"expert_layout": expert_layout, "shard_cache": shard_cache}
         engine_config = EngineConfig(
+            **layout,
             devices=devices,
+            memory_fraction=memory_fraction,
             slots=slots,
             max_context=max_context,
             cache_tokens=cache_tokens,

@@ -73,6 +73,7 @@ class ChoiceStream:
         """Adds what the engine brought; nothing after the end."""
         start = 0
         self._piece.prompt_log_probs += output.prompt_log_probs
+        self.statistics.cached_tokens = output.cached_tokens
         for counts in output.rounds:
             if self.ending is not None:
                 return

@@ -102,6 +102,7 @@ def complete(whole: Piece, ending: Ending, prompt: Sequence[int], statistics: Re
         finish_reason=ending.reason,
         prompt_tokens=len(prompt),
         completion_tokens=len(whole.tokens),
+        cached_tokens=statistics.cached_tokens,
         index=whole.choice,
         spec_accepted_tokens=statistics.accepted,
         spec_draft_tokens=statistics.drafted,

@@ -477,3 +477,72 @@ class TestBadInput:
     def test_prompts_and_settings_of_different_number(self, world: World) -> None:
         with pytest.raises(ValueError, match="sampling: found 1, expected one for each of 2 prompts"):
             world.engine.generate([[1], [2]], [SamplingParams()])
+
+
+def test_a_beginning_that_is_cached_changes_no_answer(world: World) -> None:
+    """The same prompt again, its answer as the next turn's prompt, and a beginning of it; pages of 4 tokens."""
+    engine, prompt = world.engine, world.prompts[6]
+    engine.forget_prefixes()
+    cold = finish(engine, [world.add(6)])
+    warm = finish(engine, [world.add(6)])
+    ((first, _, first_statistics), (second, _, second_statistics)) = (*cold.values(), *warm.values())
+    assert first == second == world.answers[6]
+    assert first_statistics.cached_tokens == 0
+    assert second_statistics.cached_tokens == (len(prompt) - 1) // 4 * 4
+
+    (turn,) = engine.generate([prompt + first[:20]], sampling(6, max_tokens=10))
+    assert turn.tokens == world.answers[6][20:]
+    assert turn.statistics.cached_tokens == (len(prompt) + 19) // 4 * 4
+    (part,) = engine.generate([prompt[:10]], sampling(6))
+    assert part.statistics.cached_tokens == 8
+    assert part.tokens == world.plain.generate([prompt[:10]], sampling(6))[0].tokens
+    world.idle()
+
+
+def test_prefixes_give_way_to_requests_and_are_forgotten_on_demand(world: World) -> None:
+    engine = world.cramped
+    engine.forget_prefixes()
+    for index in (5, 6, 9, 10):
+        assert engine.generate([world.prompts[index]], sampling(index))[0].tokens == world.answers[index]
+    assert engine.forget_prefixes() > 0
+    (done,) = engine.generate([world.prompts[6]], sampling(6))
+    assert done.statistics.cached_tokens == 0
+    world.idle(engine)
+
+
+def test_a_request_that_is_aborted_leaves_only_whole_true_pages(world: World) -> None:
+    engine = world.engine
+    for steps in (1, 2, 3, 4):
+        engine.forget_prefixes()
+        request_id = world.add(6)
+        for _ in range(steps):
+            engine.step()
+        engine.abort(request_id)
+        (done,) = [finish(engine, [i])[i] for i in [world.add(6)]]
+        assert done[0] == world.answers[6]
+    world.idle()
+
+
+def test_higher_priorities_are_served_first_and_paused_last(world: World) -> None:
+    engine = world.engine
+    slots = engine.config.slots
+    low = [engine.add(world.prompts[i], sampling(i)) for i in range(slots)]
+    engine.step()
+    late = engine.add(world.prompts[4], sampling(4))
+    urgent = engine.add(world.prompts[5], sampling(5), priority=3)
+    assert [request.id for request in engine._waiting] == [urgent, late]
+    done = finish(engine, [*low, late, urgent])
+    assert [done[i][0] for i in (*low, late, urgent)] == world.answers[:slots] + world.answers[4:6]
+
+    cramped, order = world.cramped, (0, 1, 2, 3)
+    ids = [cramped.add(world.prompts[i], sampling(i), priority=place) for place, i in enumerate(order)]
+    paused = set()
+    answers: dict[int, list[int]] = {i: [] for i in ids}
+    while cramped.has_work:
+        for output in cramped.step():
+            answers[output.request_id] += output.tokens
+        paused |= {request.id for request in cramped._waiting if request.generated}
+    assert paused
+    assert ids[-1] not in paused
+    assert [answers[i] for i in ids] == [world.answers[i] for i in order]
+    world.idle(cramped)

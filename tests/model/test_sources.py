@@ -52,6 +52,15 @@ def test_sharded_safetensors(folder):
     np.testing.assert_array_equal(source.read("b"), np.full(5, 2, np.float32))
 
 
+def test_a_shard_cut_short_while_it_is_read_is_one_line(folder):
+    write_shards(folder)
+    source = open_source(folder)
+    damage_truncate(folder)
+    np.testing.assert_array_equal(source.read("a"), np.ones((2, 3), np.float32))
+    with pytest.raises(ValueError, match=r"model-2\.safetensors: ends within b; it has been cut short"):
+        source.read("b")
+
+
 def test_the_fingerprint_follows_every_file(folder):
     write_shards(folder)
     seen = {open_source(folder).fingerprint}

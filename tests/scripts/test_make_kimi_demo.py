@@ -15,10 +15,13 @@ from typer.testing import CliRunner
 from jaxspec.config import EngineConfig, SamplingParams, SpeculationConfig
 from jaxspec.engine import Engine
 from model import fp8, int4
+from model.loading import load_target
 from model.sources import open_source
 from scripts.make_kimi_demo import Form, app, write_kimi_demo
 from serve.packaged import converted
+from sharding.mesh import make_mesh
 from tests.published import write_byte_tokenizer, write_model
+from tests.sessions import compare
 
 # Six heads over three, and half an MLP that is no multiple of anything: both are padded.
 LLAMA = {
@@ -137,6 +140,14 @@ def test_quantised_weights_stand_for_their_twins(forms):
     for key in (name, "model.layers.0.self_attn.q_a_proj.weight"):
         weights = fp8.dequantise(eight[key], eight[f"{key}_scale_inv"], np.float32)
         np.testing.assert_array_equal(twin[key], weights)
+
+
+def test_differing_experts_agree_with_transformers(forms, tmp_path):
+    """Chunks, steps and a tree, where every choice of experts and every unrotated value shows."""
+    published = in_transformers(forms["perturbed"], tmp_path / "flat").eval()
+    target = load_target(converted(forms["perturbed"], tmp_path), make_mesh(1))
+    tokens = np.random.default_rng(0).integers(0, 256, 40)
+    compare(target, published, tokens, taps=(0,), chunk=24, steps=2)
 
 
 def answer(target: Path, drafter: Path | None, devices: int, tokens: int, budget: int) -> Any:

@@ -49,7 +49,7 @@ class ScriptedEngine:
     def describe(self):
         return []
 
-    def add(self, prompt, sampling):
+    def add(self, prompt, sampling, priority):
         if prompt == [7]:
             raise TypeError("odd")
         if -1 in prompt:

@@ -224,6 +224,19 @@ def test_structured_answers_meet_their_rule_with_trees_and_without(generation, p
     assert tokens == plain.generate([plain.tokenizer.encode("Hello")], params)[0].tokens
 
 
+def test_a_turn_finds_the_last_one_in_the_cache(generation, admin, plain):
+    """Pages of 16 tokens: 40 of the prompt, 24 of the answer, 5 more. The last token of an answer is not processed."""
+    admin.FlushCache(admin_pb2.FlushCacheRequest())
+    first = streamed(generation, request("x" * 40))
+    again = streamed(generation, request("x" * 40, priority=1))
+    assert again[:2] == first[:2]
+    assert (first[2].usage.cached_tokens, again[2].usage.cached_tokens) == (0, 32)
+    turn = generation.Generate(request([*plain.tokenizer.encode("x" * 40), *first[0], 1, 2, 3, 4, 5], max_tokens=4))
+    assert turn.usage.cached_tokens == 48
+    admin.FlushCache(admin_pb2.FlushCacheRequest())
+    assert streamed(generation, request("x" * 40))[2].usage.cached_tokens == 0
+
+
 def test_any_json_object_can_be_asked_for(generation):
     asked = request(sampling={"temperature": 1, "seed": 3}, structured_output__json_object=True, max_tokens=8)
     assert streamed(generation, asked)[1].lstrip().startswith("{")
@@ -467,7 +480,6 @@ INVALID, UNIMPLEMENTED = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMP
             "found True, expected False",
         ),
         (request(speculation__enabled=True), UNIMPLEMENTED, "speculation", "not supported"),
-        (request(priority=0), UNIMPLEMENTED, "priority", "not supported"),
         (
             request(None, conversation__messages=[{"role": "u", "content": "", "fields_json": "["}]),
             INVALID,
@@ -553,7 +565,6 @@ def test_admin_calls_name_what_is_wrong(admin):
         (admin.Abort, admin_pb2.AbortRequest(all=True, request_ids=["x"]), INVALID, "request_ids: found 1 with all"),
         (admin.Abort, admin_pb2.AbortRequest(request_ids=["x"]), grpc.StatusCode.NOT_FOUND, "request_ids: found 'x'"),
         (admin.Drain, admin_pb2.DrainRequest(timeout_seconds=-1), INVALID, "timeout_seconds: found -1.0"),
-        (admin.FlushCache, admin_pb2.FlushCacheRequest(), UNIMPLEMENTED, "FlushCache"),
         (admin.StartProfile, admin_pb2.StartProfileRequest(), grpc.StatusCode.FAILED_PRECONDITION, "--profile-dir"),
         (admin.StopProfile, admin_pb2.StopProfileRequest(), grpc.StatusCode.FAILED_PRECONDITION, "no trace running"),
     ]:
@@ -572,7 +583,7 @@ def test_the_server_says_what_it_is(model):
     assert (info.dtype, info.has_chat_template, list(info.eos_token_ids)) == ("float32", True, [257])
     assert (info.speculation.budget, info.speculation.top_k_cap, info.speculation.draft_length) == (6, 16, 3)
     assert "sampling.top_p" in info.supported_fields
-    assert "priority" not in info.supported_fields
+    assert "speculation.enabled" not in info.supported_fields
     server = model.GetServerInfo(model_pb2.GetServerInfoRequest())
     assert (server.devices, server.device_kind, server.slots, server.queue) == (1, "cpu", SLOTS, QUEUE)
     assert server.state == model_pb2.SERVER_STATE_SERVING

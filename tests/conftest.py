@@ -13,6 +13,7 @@ os.environ["XLA_FLAGS"] = (
     f"--xla_cpu_parallel_codegen_split_count=1 {os.environ.get('XLA_FLAGS', '')}"
 )
 
+import hypothesis
 import jax
 import pytest
 
@@ -25,6 +26,11 @@ CACHE = Path(__file__).resolve().parent.parent / ".cache"
 
 jax.config.update("jax_compilation_cache_dir", str(CACHE / "xla-tests"))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+
+
+# The machine may be busy, and an example may be the first to compile.
+hypothesis.settings.register_profile("tests", deadline=None)
+hypothesis.settings.load_profile("tests")
 
 
 def kept_conversion(source: Path) -> Path:

@@ -61,12 +61,12 @@ def world() -> World:
         tiny_target(),
         mesh=make_mesh(1),
         speculation=SpeculationConfig(budget=0),
-        config=EngineConfig(slots=16, max_context=CONTEXT, prefill_chunk=64),
+        config=EngineConfig(slots=12, batch_buckets=(12,), max_context=CONTEXT, prefill_chunk=64),
     )
     answers = [done.tokens for done in plain.generate(prompts, [sampling(i) for i in range(REQUESTS)])]
     plans = [Plan(1000 + i, prompts[i], answers[i], [] if i % 2 else [(BLOCK - 1, 0)] * LIMIT) for i in range(REQUESTS)]
 
-    def guessing(plans: list[Plan], **sizes: int) -> Engine:
+    def guessing(plans: list[Plan], **sizes: Any) -> Engine:
         return Engine(
             tiny_target(),
             oracle(plans, 8, BLOCK - 1, 1),
@@ -76,7 +76,7 @@ def world() -> World:
             make_drafting=oracle_drafting,
         )
 
-    cramped = guessing([replace(plan, rounds=[]) for plan in plans], cache_tokens=64)
+    cramped = guessing([replace(plan, rounds=[]) for plan in plans], cache_tokens=64, batch_buckets=(4,))
     return World(plain, guessing(plans), cramped, prompts, answers)
 
 

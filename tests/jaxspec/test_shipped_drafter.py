@@ -14,17 +14,16 @@ from jaxspec.requests import RequestStatistics
 from jaxspec.training import block_hidden, tapped_features
 from serve.demo_prompts import DEMO_PROMPTS
 
-TOKENS = 32
 LONGEST = 96
-# τ over all prompts, greedy, float32, as measured when the drafter was shipped.
-MEASURED = {"chain": 2.177, "DDTree 16": 2.700}
+# τ over all prompts, greedy, float32, by tokens an answer: as measured when the drafter was shipped.
+MEASURED = {("chain", 32): 2.177, ("DDTree 16", 16): 2.883, ("DDTree 16", 32): 2.700}
 SETTINGS = {"chain": SpeculationConfig(budget=7, top_k_cap=1), "DDTree 16": SpeculationConfig(budget=16)}
 
 
 @pytest.fixture(scope="module")
 def engine(smollm2_checkpoint, smollm2_drafter):
     slots = len(DEMO_PROMPTS)
-    config = EngineConfig(slots=slots, batch_buckets=(5, slots), max_context=LONGEST, prefill_chunk=64)
+    config = EngineConfig(slots=slots, batch_buckets=(slots,), max_context=LONGEST, prefill_chunk=64)
     return Engine.from_checkpoints(smollm2_checkpoint, smollm2_drafter, config=config)
 
 
@@ -59,9 +58,9 @@ class Served:
 @pytest.fixture(scope="module")
 def served(engine, prompts):
     @functools.cache
-    def serve(name):
+    def serve(name, tokens):
         engine.speculation = SETTINGS[name]
-        rows = {engine.add(p, SamplingParams(temperature=0, max_tokens=TOKENS)): i for i, p in enumerate(prompts)}
+        rows = {engine.add(p, SamplingParams(temperature=0, max_tokens=tokens)): i for i, p in enumerate(prompts)}
         result = Served([list(prompt) for prompt in prompts], [[] for _ in prompts], RequestStatistics())
         while engine.has_work:
             for output in engine.step():
@@ -76,14 +75,17 @@ def served(engine, prompts):
     return serve
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-def test_tau_does_not_sink(served, name):
-    assert served(name).total.tau >= 0.95 * MEASURED[name]
+@pytest.mark.parametrize(
+    ("name", "tokens"),
+    [("chain", 32), ("DDTree 16", 16), pytest.param("DDTree 16", 32, marks=pytest.mark.slow)],
+)
+def test_tau_does_not_sink(served, name, tokens):
+    assert served(name, tokens).total.tau >= 0.95 * MEASURED[name, tokens]
 
 
 def test_depth_one_is_accepted_as_often_as_training_measures(engine, served):
     """A shifted tap, position or mask would make the two differ; both look at the very same anchors."""
-    chain = served("chain")
+    chain = served("chain", 32)
     tokens = np.zeros((len(chain.sequences), LONGEST), np.int32)
     shape = len(chain.sequences), max(map(len, chain.rounds))
     anchors = np.zeros(shape, np.int32)

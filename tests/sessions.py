@@ -82,10 +82,13 @@ def relative_error(found: np.ndarray, expected: np.ndarray) -> float:
     return float(np.abs(found - expected).max() / np.abs(expected).max())
 
 
-def compare(target: Any, published: Any, tokens: np.ndarray, taps: tuple[int, ...], chunk: int, steps: int) -> None:
+def compare(
+    target: Any, published: Any, tokens: np.ndarray, taps: tuple[int, ...], chunk: int, steps: int, step_rows: int = 1
+) -> None:
     """Runs `tokens` in chunks, the last `steps` one by one, then the tree; compares logits and features everywhere.
 
-    A step is padded to the tree's size, so that both run one program.
+    Args:
+      step_rows: rows of a step's pass, the first of them real.
     """
 
     def reference(sequence: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -99,7 +102,7 @@ def compare(target: Any, published: Any, tokens: np.ndarray, taps: tuple[int, ..
     found = [
         session.extend(part, chunk) for part in np.split(tokens[:-steps], range(chunk, len(tokens) - steps, chunk))
     ]
-    found += [session.extend(tokens[i : i + 1], len(PARENTS)) for i in range(len(tokens) - steps, len(tokens))]
+    found += [session.extend(tokens[i : i + 1], step_rows) for i in range(len(tokens) - steps, len(tokens))]
     logits, features = (np.concatenate(parts) for parts in zip(*found, strict=True))
     expected_logits, expected_features = reference(tokens)
     assert relative_error(logits, expected_logits) <= TOLERANCE

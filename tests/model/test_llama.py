@@ -18,7 +18,7 @@ from model.loading import load_target
 from model.parameters import fill
 from model.tokenizer import Tokenizer
 from sharding.mesh import make_mesh
-from tests.sessions import compare
+from tests.sessions import PARENTS, compare
 
 
 def ported(config: ModelConfig, weights: Callable[[str], np.ndarray]) -> llama.LlamaForCausalLM:
@@ -119,4 +119,5 @@ def test_the_real_smollm2_agrees_with_transformers(smollm2_gguf: Path, smollm2_c
     )
     tokens = np.array(Tokenizer.from_checkpoint(smollm2_checkpoint).encode(chat))
     assert 40 <= len(tokens) <= 80
-    compare(target, published, tokens, taps=(1, 15, 27), chunk=32, steps=3)
+    # Steps share the tree's program: 30 layers take long to compile.
+    compare(target, published, tokens, taps=(1, 15, 27), chunk=32, steps=3, step_rows=len(PARENTS))

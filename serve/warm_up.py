@@ -29,9 +29,15 @@ def warm_up(engine: Any, extent: str) -> None:
     room = min(engine.max_context, engine.page_count * engine.config.page_size // engine.config.slots)
     for batch in engine.config.batch_sizes:
         for sampling in KINDS:
-            engine.generate([[0, 0]] * batch, sampling)
+            _generate(engine, [[0, 0]] * batch, sampling)
         for length in _prompt_lengths(min(engine.config.prefill_chunk, room - 2)):
-            engine.generate([[0] * (length + 1)] * batch, SamplingParams(temperature=0, max_tokens=1, ignore_eos=True))
+            one_token = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+            _generate(engine, [[0] * (length + 1)] * batch, one_token)
+
+
+def _generate(engine: Any, prompts: list[list[int]], sampling: SamplingParams) -> None:
+    engine.generate(prompts, sampling)
+    engine.forget_prefixes()  # or the next prompts would be processed in smaller chunks
 
 
 def _prompt_lengths(longest: int) -> Iterator[int]:

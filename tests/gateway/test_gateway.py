@@ -71,12 +71,13 @@ def client(server, tmp_path_factory):
         process = subprocess.Popen([str(word) for word in command], stdout=file, stderr=file)
     client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=60)
 
-    def models():
+    def answers():
+        """It knows the model before it has its tokenizer."""
         with contextlib.suppress(openai.OpenAIError):
-            return [model.id for model in client.models.list()]
+            return [model.id for model in client.models.list()] == ["tiny"] and complete(client, max_tokens=1)
 
     try:
-        wait_for(lambda: models() == ["tiny"], log.read_text)
+        wait_for(answers, log.read_text)
         yield client
     finally:
         process.kill()

@@ -45,8 +45,11 @@ class TokenLogProb:
 
 def no_log_probs(batch: int) -> LogProbRows:
     """What a program returns that was not asked for any."""
-    none = jnp.zeros((batch, 0, 0), jnp.float32)
-    return LogProbRows(chosen=none[..., 0:].reshape(batch, 0), top=none, top_ids=none.astype(jnp.int32))
+    return LogProbRows(
+        chosen=jnp.zeros((batch, 0), jnp.float32),
+        top=jnp.zeros((batch, 0, 0), jnp.float32),
+        top_ids=jnp.zeros((batch, 0, 0), jnp.int32),
+    )
 
 
 def log_prob_rows(logits: jax.Array, tokens: jax.Array, split: bool) -> LogProbRows:

@@ -37,7 +37,7 @@ def bench_serve_command(
     output: Annotated[Path | None, Option(help="Folder for report.json and plot.png.")] = None,
     as_json: Annotated[bool, Option("--json", help="Print the report as JSON on stdout, no table.")] = False,
 ) -> None:
-    """Load a server and measure it."""
+    """Load a server and measure it. `cached` in the table is the share of prompt tokens found in its cache."""
     from serve.client import ServerAddress
 
     with bad_input():
@@ -146,7 +146,7 @@ def _print_table(report: dict[str, Any]) -> None:
 
     console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 140)
     table = Table()
-    for column in (report["load"], "answered", "tokens/s", "requests/s", "τ"):
+    for column in (report["load"], "answered", "tokens/s", "requests/s", "τ", "cached"):
         table.add_column(column, justify="right")
     times = {"first token": "time_to_first_token", "a token": "time_per_token", "between": "between_deliveries"}
     for name in times:
@@ -159,6 +159,7 @@ def _print_table(report: dict[str, Any]) -> None:
             f"{level['tokens_per_second']:.1f}",
             f"{level['requests_per_second']:.2f}",
             "–" if level["tau"] is None else f"{level['tau']:.2f}",
+            "–" if level["cached_share"] is None else f"{level['cached_share']:.0%}",
             *(_pair(level[key]) for key in times.values()),
             ", ".join(f"{count} {code}" for code, count in level["errors"].items()),
         )

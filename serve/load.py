@@ -24,6 +24,7 @@ class Seen:
       ended: when it ended.
       code: of its status.
       rounds, drafted, accepted: what speculation did.
+      prompt_tokens, cached_tokens: of the prompt; of those, found in the server's cache.
     """
 
     began: float
@@ -33,6 +34,8 @@ class Seen:
     rounds: int = 0
     drafted: int = 0
     accepted: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
 
     @property
     def tokens(self) -> int:
@@ -103,6 +106,8 @@ def _asker(channel: grpc.aio.Channel, server: ServerAddress) -> Ask:
                     speculation = event.finished.ending.speculation
                     seen.rounds, seen.drafted = speculation.rounds, speculation.draft_tokens
                     seen.accepted = speculation.accepted_draft_tokens
+                    usage = event.finished.usage
+                    seen.prompt_tokens, seen.cached_tokens = usage.prompt_tokens, usage.cached_tokens
         except grpc.aio.AioRpcError as error:
             seen.code = error.code().name
         seen.ended = time.perf_counter()

@@ -17,7 +17,9 @@ def summarise(seen: Sequence[Seen]) -> dict[str, Any]:
     answered = [one for one in seen if one.code == "OK" and one.deliveries]
     seconds = max(one.ended for one in seen) - min(one.began for one in seen)
     tokens = sum(one.tokens for one in answered)
-    rounds, drafted = (sum(getattr(one, name) for one in answered) for name in ("rounds", "drafted"))
+    rounds, drafted, prompt_tokens, cached_tokens = (
+        sum(getattr(one, name) for one in answered) for name in ("rounds", "drafted", "prompt_tokens", "cached_tokens")
+    )
     return {
         "requests": len(seen),
         "answered": len(answered),
@@ -28,6 +30,8 @@ def summarise(seen: Sequence[Seen]) -> dict[str, Any]:
         "tokens_per_second": tokens / seconds,
         "tau": tokens / rounds if rounds else None,
         "draft_acceptance_rate": sum(one.accepted for one in answered) / drafted if drafted else None,
+        "prompt_tokens": prompt_tokens,
+        "cached_share": cached_tokens / prompt_tokens if prompt_tokens else None,
         "time_to_first_token": _percentiles([one.to_first_token for one in answered]),
         "time_per_token": _percentiles([one.per_token for one in answered if one.per_token is not None]),
         "between_deliveries": _percentiles([gap for one in answered for gap in one.between]),

@@ -134,6 +134,7 @@ class SamplingParams:
       log_probs: the answer's tokens come with their log-probabilities under the target, and with this many of the most
         probable tokens beside each; None leaves them out.
       prompt_log_probs: likewise for the prompt's tokens, the first excepted.
+      budget: tree nodes verified a round for this request, at most the engine's, which None takes; 0 decodes plainly.
       grammar: what the answer must look like; drafts are cut at the first token that it forbids.
       stop_token_ids: end the answer, beside the model's own end ids; the stopping token is part of the answer.
       ignore_eos: do not stop at the model's own end ids.
@@ -153,6 +154,7 @@ class SamplingParams:
     min_tokens: int = 0
     log_probs: int | None = None
     prompt_log_probs: int | None = None
+    budget: int | None = None
     grammar: Grammar | None = None
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
@@ -171,6 +173,8 @@ class SamplingParams:
         for name in ("log_probs", "prompt_log_probs"):
             if getattr(self, name) is not None:
                 _check(self, name, 0, MAX_TOP_LOG_PROBS)
+        if self.budget is not None:
+            _check(self, "budget", 0, MAX_BUDGET)
         self._check_bias()
         if self.grammar is not None and self.ignore_eos:
             raise ValueError(

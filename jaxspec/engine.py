@@ -4,6 +4,7 @@ import bisect
 import collections
 import functools
 import secrets
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import numpy as np
 
 from jaxspec.adjustments import adjustments_of, no_adjustments
 from jaxspec.admission import Admission
-from jaxspec.config import MAX_STOP_IDS, EngineConfig, SamplingParams, SpeculationConfig
+from jaxspec.config import MAX_BUDGET, MAX_STOP_IDS, EngineConfig, SamplingParams, SpeculationConfig
 from jaxspec.drafting import MakeDrafting, dflash_drafting
 from jaxspec.grammar import GrammarCompiler
 from jaxspec.log_probs import TokenLogProb, host_log_probs
@@ -330,6 +331,10 @@ class Engine:
     def _request(self, prompt: Sequence[int], sampling: SamplingParams, priority: int = 0) -> Request:
         """Checks a prompt and its settings and gives them an id."""
         ids, stop_ids, limit = self._admission.check(prompt, sampling)
+        if sampling.budget is not None and sampling.budget > self.speculation.budget:
+            raise ValueError(
+                f"budget: found {sampling.budget}, expected at most the engine's {self.speculation.budget}"
+            )
         seed = secrets.randbits(32) if sampling.seed is None else sampling.seed
         request = Request(self._next_id, ids, sampling, limit, seed, stop_ids, priority)
         if sampling.grammar is not None:
@@ -338,6 +343,7 @@ class Engine:
         return request
 
     def _queue(self, request: Request) -> int:
+        request.queued_at = time.perf_counter()
         bisect.insort(self._waiting, request, key=Request.turn)
         self._open[request.id] = request
         return request.id
@@ -355,21 +361,34 @@ class Engine:
     def _assign_slots(self) -> None:
         """Gives waiting requests slots and the pages of their prompts, by priority, then first come first served."""
         free = [slot for slot in range(self.config.slots) if slot not in self._running]
-        while self._waiting and free:
-            request = self._waiting[0]
+        for request in list(self._waiting):
+            if not free:
+                return
             if not request.awaits_prompt_log_probs:  # or nobody would compute them
                 request.pages = self._pages.share(request.sequence[:-1])
                 request.prefilled = len(request.pages) * self.config.page_size
+            if self._beginning_under_way(request):
+                self._give_back_pages(request)
+                continue
             if not self._reserve(request, self.speculation.rounds_per_call):
                 self._give_back_pages(request)
                 return
-            self._waiting.pop(0)
+            self._waiting.remove(request)
             if not request.generated:
                 request.statistics.cached_tokens = request.prefilled
+                request.queued_seconds = time.perf_counter() - request.queued_at
             request.slot = free.pop(0)
             self._running[request.slot] = request
             if request.to_prefill == 0:
                 self._admit([request])
+
+    def _beginning_under_way(self, request: Request) -> bool:
+        """Whether the next page of the prompt is being processed for another request, so that it can be shared soon."""
+        end = request.prefilled + self.config.page_size
+        if request.awaits_prompt_log_probs or not self.config.keep_prefixes or end >= len(request.sequence):
+            return False
+        beginning = request.sequence[:end]
+        return any(other.to_prefill > 0 and other.sequence[:-1][:end] == beginning for other in self._running.values())
 
     def _reserve(self, request: Request, more_rounds: int) -> bool:
         """Makes sure that the request's pages hold whatever the dispatched and the next rounds can commit."""
@@ -405,6 +424,7 @@ class Engine:
         self._caches, log_probs = self._programs.prefill(shape, self._caches, tokens, start, count, table, following)
         for row, request in enumerate(pending):
             request.prefilled += int(count[row])
+            request.pages = self._pages.keep(request.sequence[: request.prefilled], request.pages)
             if request.awaits_prompt_log_probs:
                 request.prompt_rows.append((log_probs, row, following[row, : count[row]].tolist()))
         self._admit([r for r in pending if r.to_prefill == 0])
@@ -413,8 +433,6 @@ class Engine:
         """Tells the device about requests whose context is in the cache."""
         if not requests:
             return
-        for request in requests:
-            request.pages = self._pages.keep(request.sequence[:-1], request.pages)
         slots = np.full(self.config.slots, self.config.slots, np.int32)
         rows = empty_rows(self.config.slots, MAX_STOP_IDS)
         for row, request in enumerate(requests):
@@ -427,6 +445,7 @@ class Engine:
             rows.temperature[row] = 0.0 if request.sampling.greedy else request.sampling.temperature
             for name in ("top_p", "min_p", "top_k", "choice"):
                 getattr(rows, name)[row] = getattr(request.sampling, name)
+            rows.budget[row] = MAX_BUDGET if request.sampling.budget is None else request.sampling.budget
             rows.seed[row] = request.seed
         self._state = self._programs.admit(self._state, slots, rows)
         for request in requests:
@@ -557,6 +576,7 @@ class Engine:
         self, request: Request, new: Sequence[int], rounds: Sequence[RoundCounts], log_probs: Sequence[TokenLogProb]
     ) -> RequestOutput:
         """What a step brought for a request, the prompt's log-probabilities with its first tokens."""
+        queued, request.queued_seconds = request.queued_seconds, None
         return RequestOutput(
             request.id,
             list(new),
@@ -566,6 +586,7 @@ class Engine:
             list(log_probs),
             request.take_prompt_log_probs() if new else [],
             request.statistics.cached_tokens,
+            queued,
         )
 
     def _release(self, request: Request) -> None:

@@ -81,6 +81,7 @@ class RequestOutput:
       log_probs: of `tokens`, where the request asked for them.
       prompt_log_probs: of the prompt's tokens from the second on, with the first output, where asked for.
       cached_tokens: of the prompt, found in the cache.
+      queued_seconds: it waited for a slot, with the first output.
     """
 
     request_id: int
@@ -91,6 +92,7 @@ class RequestOutput:
     log_probs: list[TokenLogProb] = field(default_factory=list)
     prompt_log_probs: list[TokenLogProb] = field(default_factory=list)
     cached_tokens: int = 0
+    queued_seconds: float | None = None
 
 
 @dataclass(frozen=True)
@@ -137,6 +139,8 @@ class Request:
       seed: of the noise, drawn if the caller set none.
       generated: new tokens read back so far.
       pages: cache pages held.
+      queued_at: on the clock of `time.perf_counter`.
+      queued_seconds: it waited for a slot, until the first output takes them.
       prefilled: tokens of `sequence` whose processing has been dispatched.
       in_flight: rounds dispatched and not read back.
       matcher: the state of the request's grammar after `generated`.
@@ -151,6 +155,8 @@ class Request:
     seed: int
     stop_ids: tuple[int, ...]
     priority: int = 0
+    queued_at: float = 0.0
+    queued_seconds: float | None = None
     generated: list[int] = field(default_factory=list)
     slot: int | None = None
     pages: list[int] = field(default_factory=list)

@@ -117,7 +117,7 @@ def draft_tree(drafting: Drafting, caches: Caches, state: DecodeState, page_tabl
     """Drafts candidates and grows the tree of `budget` nodes."""
     if budget == 0:
         return root_only(state.anchor)
-    return grow_tree(state.anchor, drafting.propose(state, caches.drafter, page_table), budget)
+    return grow_tree(state.anchor, drafting.propose(state, caches.drafter, page_table), budget, state.budget)
 
 
 def verify(

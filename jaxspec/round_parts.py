@@ -160,7 +160,7 @@ class RoundParts:
         in_specs = jax.tree.map(lambda array: array.sharding.spec, arguments)
         program = jax.shard_map(body, mesh=self._mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
         lowered = jax.jit(program, donate_argnums=donate).lower(*arguments)
-        return lowered.compile(compiler_options=compiler_options(self._mesh, plain=not self._engine.speculation.budget))
+        return lowered.compile(compiler_options=compiler_options(self._mesh, plain=self._engine.drafter is None))
 
 
 class _Weights:

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxspec.config import MAX_BUDGET
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -22,6 +24,7 @@ class DecodeState:
       stop_ids: int32 [slots, MAX_STOP_IDS], padded with -1.
       temperature, top_p, min_p: float32 [slots].
       top_k: int32 [slots], 0 for all.
+      budget: int32 [slots], tree nodes that count, at most.
       seed: uint32 [slots]; with `choice` and the token's position it keys the noise.
       choice: int32 [slots].
     """
@@ -35,6 +38,7 @@ class DecodeState:
     top_p: jax.Array
     min_p: jax.Array
     top_k: jax.Array
+    budget: jax.Array
     seed: jax.Array
     choice: jax.Array
 
@@ -51,6 +55,7 @@ def empty_rows(slots: int, max_stop_ids: int) -> DecodeState:
         "top_p": np.ones(slots, np.float32),
         "min_p": np.zeros(slots, np.float32),
         "top_k": np.zeros(slots, np.int32),
+        "budget": np.full(slots, MAX_BUDGET, np.int32),
         "seed": np.zeros(slots, np.uint32),
         "choice": np.zeros(slots, np.int32),
     }

@@ -82,7 +82,7 @@ class Beam:
 Expand = Callable[[int, Beam], tuple[jax.Array, jax.Array]]
 
 
-def grow_tree(anchor: jax.Array, candidates: Candidates, budget: int) -> DraftTree:
+def grow_tree(anchor: jax.Array, candidates: Candidates, budget: int, limits: jax.Array | None = None) -> DraftTree:
     """The best tree over candidates that depend on the depth alone (arXiv 2604.12989, Prop. 1-3).
 
     Log-probs above 0 (the rounding of a log-softmax) count as 0. Paths of log-prob -inf are left
@@ -92,6 +92,8 @@ def grow_tree(anchor: jax.Array, candidates: Candidates, budget: int) -> DraftTr
         anchor: int32 [batch].
         candidates: tokens and log-probs [batch, depth, top_k].
         budget: number of drafted nodes, 1 to MAX_BUDGET.
+        limits: int32 [batch], a lower budget for each row of the batch; None has none. Trees of lower budgets are the
+            first nodes of larger ones.
 
     Raises:
         ValueError: the budget, a shape or a dtype is out of range; names it and its limit.
@@ -109,7 +111,7 @@ def grow_tree(anchor: jax.Array, candidates: Candidates, budget: int) -> DraftTr
 
     # With the same candidates under every parent, (slot, rank) comes after every (slot', rank')
     # with slot' <= slot and rank' <= rank, and after the parents in the slots before its own.
-    return _grow(anchor, expand, depth, budget, lambda slot, rank: slot + (slot + 1) * (rank + 1))
+    return _grow(anchor, expand, depth, budget, lambda slot, rank: slot + (slot + 1) * (rank + 1), limits)
 
 
 def grow_tree_conditional(anchor: jax.Array, expand: Expand, depth: int, budget: int) -> DraftTree:
@@ -170,6 +172,7 @@ def _grow(
     depth: int,
     budget: int,
     earliest: Callable[[np.ndarray, np.ndarray], np.ndarray],
+    limits: jax.Array | None = None,
 ) -> DraftTree:
     """Keep at each level what may still be among the first `budget` nodes, then merge the levels.
 
@@ -208,10 +211,10 @@ def _grow(
                 scores=scores,
             )
         )
-    return _merge(levels, budget)
+    return _merge(levels, budget, limits)
 
 
-def _merge(levels: list[Beam], budget: int) -> DraftTree:
+def _merge(levels: list[Beam], budget: int, limits: jax.Array | None = None) -> DraftTree:
     """The first `budget` nodes of all levels, after the root, which no node outscores."""
     batch = levels[0].tokens.shape[0]
     starts = list(accumulate((beam.tokens.shape[1] for beam in levels), initial=0))
@@ -224,6 +227,8 @@ def _merge(levels: list[Beam], budget: int) -> DraftTree:
 
     # Of equal scores the lower index wins, and it stands for (depth, place in the level).
     scores, chosen = jax.lax.top_k(join((beam.scores for beam in levels), -jnp.inf), rows.size)
+    if limits is not None:
+        scores = jnp.where(rows <= limits[:, None], scores, -jnp.inf)
     valid = scores > -jnp.inf
 
     def pick(joined: jax.Array) -> jax.Array:

@@ -127,6 +127,8 @@ class Answerer:
         choices = request.sampling.choices if request.sampling.HasField("choices") else 1
         if not 1 <= choices <= limit:
             raise invalid("sampling.choices", choices, f"1 to {limit}")
+        if request.speculation.enabled and not model.depth:
+            raise invalid("speculation.enabled", "true", "false or nothing: this server decodes plainly")
         values = model.default_sampling | sampling_values(request)
         values.setdefault("seed", secrets.randbits(32))  # one for all choices, whose noise differs by their number
         values["grammar"] = grammar(request)

@@ -47,6 +47,7 @@ class Metrics:
             Counter, "spec_decode_num_accepted_tokens_per_pos", "Drafted tokens accepted, by depth", ["position"]
         )
         self.first_token = self._make(Histogram, "time_to_first_token_seconds", "From admission to the first tokens")
+        self.queue_time = self._make(Histogram, "request_queue_time_seconds", "From admission to a slot")
         self.between = self._make(Histogram, "inter_token_latency_seconds", "Between two deliveries of one answer")
         self.per_token = self._make(
             Histogram, "time_per_output_token_seconds", "A token, after an answer's first delivery"

@@ -137,6 +137,8 @@ class OpenRequests:
 
     def _deliver(self, stream: RequestStream, choice: ChoiceStream, job: Job, output: RequestOutput) -> None:
         self._metrics.rounds(output.rounds)
+        if output.queued_seconds is not None:
+            self._metrics.queue_time.observe(output.queued_seconds)
         stream.push(choice, output)
         if choice.ending is not None and output.finish_reason is None:
             self._engine.abort(job)  # a stop string that only the text shows

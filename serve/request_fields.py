@@ -28,6 +28,7 @@ SAMPLING_FIELDS = {
     "stopping.ignore_eos": "ignore_eos",
     "output.logprobs": "log_probs",
     "output.prompt_logprobs": "prompt_log_probs",
+    "speculation.budget": "budget",
 }
 # Fields that the server itself acts on.
 SERVER_FIELDS = (
@@ -47,6 +48,7 @@ SERVER_FIELDS = (
     "structured_output.grammar",
     "structured_output.json_object",
     "priority",
+    "speculation.enabled",
 )
 SUPPORTED_FIELDS = (*SERVER_FIELDS, *SAMPLING_FIELDS)
 
@@ -63,7 +65,7 @@ def check_fields(request: GenerateRequest) -> None:
 
 def sampling_values(request: GenerateRequest) -> dict[str, Any]:
     """Arguments of SamplingParams: those that the request sets."""
-    values = {}
+    values: dict[str, Any] = {}
     for path, name in SAMPLING_FIELDS.items():
         block_name, field = path.split(".")
         block = getattr(request, block_name)
@@ -73,6 +75,10 @@ def sampling_values(request: GenerateRequest) -> dict[str, Any]:
                 values[name] = tuple(value.items() if descriptor.message_type is not None else value)
         elif block.HasField(field):
             values[name] = getattr(block, field)
+    if request.speculation.HasField("enabled") and not request.speculation.enabled:
+        if values.get("budget"):
+            raise invalid("speculation.budget", values["budget"], "0 or nothing where speculation is not enabled")
+        values["budget"] = 0
     return values
 
 

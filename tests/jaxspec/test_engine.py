@@ -247,6 +247,20 @@ def test_statistics_add_up(world: World) -> None:
     assert 1 >= depths[0] > depths[-1] > 0
 
 
+def test_each_request_may_have_a_lower_budget(world: World) -> None:
+    budgets = (None, 0, 3, 8)
+    done = finish(world.engine, ids := [world.add(0, budget=budget) for budget in budgets])
+    for request_id, budget in zip(ids, budgets, strict=True):
+        tokens, _, statistics = done[request_id]
+        assert tokens == world.answers[0]
+        assert statistics.drafted == (8 if budget is None else budget) * statistics.rounds
+    unlimited, plain, limited, whole = (done[i][2].rounds for i in ids)
+    assert unlimited == whole == -(-LIMIT // BLOCK) < limited < plain == LIMIT
+    with pytest.raises(ValueError, match="budget: found 9, expected at most the engine's 8"):
+        world.add(0, budget=9)
+    world.idle()
+
+
 def test_requests_that_outgrow_the_cache_pause_and_resume(world: World) -> None:
     engine = world.cramped
     ids = [engine.add(world.prompts[index], sampling(index)) for index in range(REQUESTS)]
@@ -493,6 +507,24 @@ def test_a_beginning_that_is_cached_changes_no_answer(world: World) -> None:
     (part,) = engine.generate([prompt[:10]], sampling(6))
     assert part.statistics.cached_tokens == 8
     assert part.tokens == world.plain.generate([prompt[:10]], sampling(6))[0].tokens
+    world.idle()
+
+
+def test_a_beginning_is_processed_once_for_requests_that_come_together(world: World) -> None:
+    """33 tokens in chunks of 16, pages of 4: the others wait for the first one's pages, not for its end."""
+    engine, prompt = world.engine, world.prompts[6]
+    engine.forget_prefixes()
+    others = [prompt[:18], [*prompt[:32], 5, 6, 7]]
+    ids = [world.add(6), *(engine.add(other, sampling(6)) for other in others), world.add(0)]
+    engine.step()
+    assert [request.id for request in engine._waiting] == ids[1:3], "an unlike request overtakes them"
+    engine.step()
+    assert [request.id for request in engine._waiting] == ids[2:3]
+    done = finish(engine, ids)
+    assert [done[i][2].cached_tokens for i in ids] == [0, 16, 32, 0]
+    assert done[ids[0]][0] == world.answers[6]
+    for request_id, other in zip(ids[1:3], others, strict=True):
+        assert done[request_id][0] == world.plain.generate([other], sampling(6))[0].tokens
     world.idle()
 
 

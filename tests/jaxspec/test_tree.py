@@ -251,6 +251,26 @@ def test_no_prefix_closed_set_has_more_mass(depth: int, top_k: int, budget: int,
     np.testing.assert_allclose(drafted.sum(), best, rtol=1e-6)
 
 
+def test_each_row_may_have_a_lower_budget() -> None:
+    """Its tree is the heap's of that budget, and padding behind it."""
+    rng, budget = np.random.default_rng(0), 16
+    candidates = random_candidates(rng, (budget + 2, 3, 8))
+    anchor = rng.integers(0, 100, budget + 2, dtype=np.int32)
+    limits = np.arange(budget + 2, dtype=np.int32)  # the last one is above the budget
+    references = heap_trees(anchor, candidates, budget)
+    for row, limit in enumerate(limits[:budget]):
+        one = jax.tree.map(lambda array, row=row: array[row : row + 1], candidates)
+        (lower,) = heap_trees(anchor[row : row + 1], one, int(limit))
+        count = limit + 1
+        for name, array in references[row].items():
+            padding = np.full_like(array[count:], -np.inf if name == "scores" else 0)
+            references[row][name] = (
+                np.concatenate([lower[name], padding]) if array.ndim == 1 else np.eye(len(array)) > 0
+            )
+        references[row]["visibility"][:count, :count] = lower["visibility"]
+    assert_same(grow_tree(jnp.asarray(anchor), candidates, budget, jnp.asarray(limits)), references)
+
+
 def test_nan_drafts_nothing_and_stays_in_its_request() -> None:
     rng = np.random.default_rng(0)
     candidates = random_candidates(rng, (3, 3, 4))

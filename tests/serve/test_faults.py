@@ -107,6 +107,17 @@ async def turned(channel, status):
 
 
 @within(20)
+async def test_speculation_asked_of_a_server_without_it_is_refused(engine):
+    engine.depth = 0
+    async with serving(engine) as (_, channel, _):
+        built = request(speculation=pb.SpeculationOptions(enabled=True))
+        code, message = await code_of(generate(channel, built))
+        assert (code, message.split(":")[0]) == (StatusCode.INVALID_ARGUMENT, "speculation.enabled")
+        built.speculation.enabled = False
+        await generate(channel, built)
+
+
+@within(20)
 async def test_a_crash_ends_every_stream_and_turns_health(engine, monkeypatch, caplog):
     monkeypatch.setattr(serve.server, "LINGER_SECONDS", 0.5)
     async with serving(engine) as (_, channel, task):

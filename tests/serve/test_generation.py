@@ -138,6 +138,12 @@ def test_statistics_add_up(generation):
     assert sum(event.delta.from_draft for event in events) == statistics.accepted_draft_tokens
 
 
+def test_a_request_may_decode_plainly(generation):
+    tokens, _, finished, _ = streamed(generation, request("ab" * 20, speculation__enabled=False))
+    assert tokens == streamed(generation, request("ab" * 20, speculation__enabled=True))[0]
+    assert (finished.ending.speculation.rounds, finished.ending.speculation.draft_tokens) == (24, 0)
+
+
 def test_sampled_choices_are_those_of_the_engine(generation, plain):
     prompt = plain.tokenizer.encode("Hi")
     settings = [SamplingParams(temperature=1, top_p=0.75, seed=7, max_tokens=20, choice=n) for n in range(3)]
@@ -479,7 +485,13 @@ INVALID, UNIMPLEMENTED = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMP
             "stopping.ignore_eos",
             "found True, expected False",
         ),
-        (request(speculation__enabled=True), UNIMPLEMENTED, "speculation", "not supported"),
+        (request(speculation__budget=7), INVALID, "speculation.budget", "found 7, expected at most the engine's 6"),
+        (
+            request(speculation__enabled=False, speculation__budget=2),
+            INVALID,
+            "speculation.budget",
+            "found 2, expected 0",
+        ),
         (
             request(None, conversation__messages=[{"role": "u", "content": "", "fields_json": "["}]),
             INVALID,
@@ -583,7 +595,7 @@ def test_the_server_says_what_it_is(model):
     assert (info.dtype, info.has_chat_template, list(info.eos_token_ids)) == ("float32", True, [257])
     assert (info.speculation.budget, info.speculation.top_k_cap, info.speculation.draft_length) == (6, 16, 3)
     assert "sampling.top_p" in info.supported_fields
-    assert "speculation.enabled" not in info.supported_fields
+    assert {"speculation.enabled", "speculation.budget"} <= set(info.supported_fields)
     server = model.GetServerInfo(model_pb2.GetServerInfoRequest())
     assert (server.devices, server.device_kind, server.slots, server.queue) == (1, "cpu", SLOTS, QUEUE)
     assert server.state == model_pb2.SERVER_STATE_SERVING

@@ -89,6 +89,7 @@ def test_metrics_are_what_the_answers_say(server, channel):
         ("time_to_first_token_seconds_count", (), 2),
         ("e2e_request_latency_seconds_count", (), 2),
         ("time_per_output_token_seconds_count", (), 2),
+        ("request_queue_time_seconds_count", (), 2),
         ("num_requests_running", (), 0),
         ("num_requests_waiting", (), 0),
         ("kv_cache_usage_perc", (), 0),

@@ -1,5 +1,6 @@
 """Grouped-query attention over a paged context and the rows of the current pass."""
 
+import functools
 from typing import Any
 
 import jax
@@ -11,6 +12,9 @@ from model.layers import Linear, RMSNorm, product
 from model.rope import RopeConfig
 from sharding.collectives import device_index, sum_over_devices
 from sharding.layout import Layout
+
+SCORE_BYTES = 1 << 28  # of float32 scores at a time, but for blocks of the least size
+LEAST_BLOCK = 1024  # context tokens
 
 
 def rotary_tables(positions: jax.Array, rope: RopeConfig, head_dim: int) -> tuple[jax.Array, jax.Array]:
@@ -37,7 +41,8 @@ def attend(
 ) -> jax.Array:
     """Softmax attention over context rows and new rows, scored apart and joined by their common maximum and sum.
 
-    Joining the two parts costs no concatenation, so the context is read once and never copied.
+    Joining the two parts costs no concatenation, so the context is read once and never copied. Where the scores of the
+    whole context would take too much memory, it is walked in blocks.
 
     Args:
       queries: [batch, rows, kv_heads * group, head_dim].
@@ -57,16 +62,39 @@ def attend(
         raw = product("brkgd,bckd->bkgrc", grouped, keys, jnp.float32) * scale
         return jnp.where(mask[:, None, None], raw, -jnp.inf)
 
-    old, new = scores(context[0], context_mask), scores(rows[0], visibility)
-    # A row always sees itself, so the maximum is finite. The result does not depend on it, nor does any gradient.
-    peak = jax.lax.stop_gradient(jnp.maximum(old.max(-1, keepdims=True), new.max(-1, keepdims=True)))
-    old, new = jnp.exp(old - peak), jnp.exp(new - peak)
-    total = old.sum(-1) + new.sum(-1)  # [batch, kv_heads, group, rows]
+    def mixed(weights: jax.Array, values: jax.Array) -> jax.Array:  # [batch, kv_heads, group, rows, value_dim]
+        return product("bkgrc,bckd->bkgrd", weights.astype(values.dtype), values, jnp.float32)
 
-    def mixed(weights: jax.Array, values: jax.Array) -> jax.Array:  # [batch, rows, kv_heads, group, value_dim]
-        return product("bkgrc,bckd->brkgd", weights.astype(values.dtype), values, jnp.float32)
+    new = scores(rows[0], visibility)
+    length = context[0].shape[1]
+    block = max(LEAST_BLOCK, SCORE_BYTES // (4 * batch * heads * count))
+    if length <= block:
+        old = scores(context[0], context_mask)
+        # A row always sees itself, so the maximum is finite. The result does not depend on it, nor does any gradient.
+        peak = jax.lax.stop_gradient(jnp.maximum(old.max(-1, keepdims=True), new.max(-1, keepdims=True)))
+        old, new = jnp.exp(old - peak), jnp.exp(new - peak)
+        total = old.sum(-1) + new.sum(-1)  # [batch, kv_heads, group, rows]
+        result = mixed(old, context[1]) + mixed(new, rows[1])
+    else:
+        peak = new.max(-1)
+        new = jnp.exp(new - peak[..., None])
+        sums = (peak, new.sum(-1), mixed(new, rows[1]))
 
-    result = (mixed(old, context[1]) + mixed(new, rows[1])) / total.transpose(0, 3, 1, 2)[..., None]
+        def add(sums: tuple[jax.Array, ...], start: jax.Array | int, size: int) -> tuple[jax.Array, ...]:
+            """Adds a block of context to the running maximum, sum of weights and mixture of values."""
+            peak, total, result = sums
+            part = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=size)
+            old = scores(part(context[0], axis=1), part(context_mask, axis=2))
+            highest = jnp.maximum(peak, old.max(-1))
+            shrink, old = jnp.exp(peak - highest), jnp.exp(old - highest[..., None])
+            result = result * shrink[..., None] + mixed(old, part(context[1], axis=1))
+            return highest, total * shrink + old.sum(-1), result
+
+        blocks, rest = divmod(length, block)
+        starts = jnp.arange(blocks) * block
+        sums, _ = jax.lax.scan(lambda sums, start: (add(sums, start, block), None), sums, starts)
+        _, total, result = add(sums, blocks * block, rest) if rest else sums
+    result = (result / total[..., None]).transpose(0, 3, 1, 2, 4)  # [batch, rows, kv_heads, group, value_dim]
     return result.reshape(batch, count, heads, -1).astype(queries.dtype)
 
 

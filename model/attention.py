@@ -16,6 +16,8 @@ from sharding.layout import Layout
 SCORE_BYTES = 1 << 28  # of float32 scores at a time, but for blocks of the least size
 LEAST_BLOCK = 1024  # context tokens
 
+Sums = tuple[jax.Array, jax.Array, jax.Array]
+
 
 def rotary_tables(positions: jax.Array, rope: RopeConfig, head_dim: int) -> tuple[jax.Array, jax.Array]:
     """cos and sin of each position's angles; int32 [batch, rows] → two float32 [batch, rows, 1, head_dim / 2]."""
@@ -80,7 +82,7 @@ def attend(
         new = jnp.exp(new - peak[..., None])
         sums = (peak, new.sum(-1), mixed(new, rows[1]))
 
-        def add(sums: tuple[jax.Array, ...], start: jax.Array | int, size: int) -> tuple[jax.Array, ...]:
+        def add(sums: Sums, start: jax.Array | int, size: int) -> Sums:
             """Adds a block of context to the running maximum, sum of weights and mixture of values."""
             peak, total, result = sums
             part = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=size)

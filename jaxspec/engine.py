@@ -1,10 +1,8 @@
 """The engine: requests in, tokens out, many at once, driven by compiled programs that are dispatched ahead."""
 
-import bisect
 import collections
 import functools
 import secrets
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,12 +17,12 @@ from jaxspec.drafting import MakeDrafting, dflash_drafting
 from jaxspec.grammar import GrammarCompiler
 from jaxspec.log_probs import TokenLogProb, host_log_probs
 from jaxspec.memory import available_bytes, cache_bytes_per_token, max_context, page_count
-from jaxspec.pages import PageAllocator
 from jaxspec.plan import placement_of, plan_models
 from jaxspec.programs import DecodeShape, PrefillShape, Programs, bucket, replicate
 from jaxspec.requests import Completion, EngineLoad, Request, RequestOutput, RoundCounts
 from jaxspec.round import Caches, RoundResult
 from jaxspec.sampling import work_of
+from jaxspec.schedule import Schedule
 from jaxspec.state import empty_rows
 from model.cache import empty_cache
 from model.config import check_drafter
@@ -33,7 +31,6 @@ from model.tokenizer import Tokenizer
 from sharding.mesh import make_mesh
 
 CALLS_IN_FLIGHT = 2
-SMALLEST_CONTEXT_BUCKET = 256  # tokens
 SMALLEST_PREFILL_BUCKET = 32  # tokens
 PREFILL_TOKENS = 8192  # of all requests in one prefill call
 
@@ -86,10 +83,7 @@ class Engine:
             vocab, self.max_context, self.page_count * self.config.page_size, self.eos_token_ids
         )
         self._programs = Programs(mesh, target, drafter, make_drafting, report)
-        self._pages = PageAllocator(self.page_count, self.config.page_size, self.config.keep_prefixes)
-        self._waiting: list[Request] = []  # in the order of their turns
-        self._running: dict[int, Request] = {}  # by slot
-        self._open: dict[int, Request] = {}  # by id
+        self._schedule = Schedule(self.config, self.page_count, self.max_context)
         self._in_flight: collections.deque[tuple[RoundResult, list[Request]]] = collections.deque()
         self._next_id = 0
         self.speculation = speculation or SpeculationConfig()
@@ -157,7 +151,9 @@ class Engine:
     @speculation.setter
     def speculation(self, value: SpeculationConfig) -> None:
         if self.has_work:
-            raise ValueError(f"speculation: {len(self._open)} request(s) open, expected none when it is changed")
+            raise ValueError(
+                f"speculation: {len(self._schedule.open)} request(s) open, expected none when it is changed"
+            )
         if self.drafter is None:
             value = SpeculationConfig(budget=0, rounds_per_call=value.rounds_per_call)
         elif value.draft_length is not None and value.draft_length > self.drafter.config.depth:
@@ -171,6 +167,7 @@ class Engine:
                 f"{self.target.config.vocab_size}"
             )
         self._speculation = value
+        self._schedule.rounds_per_call, self._schedule.tokens_per_round = value.rounds_per_call, self.depth + 1
 
     @property
     def depth(self) -> int:
@@ -182,7 +179,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether any request is unfinished."""
-        return bool(self._open)
+        return bool(self._schedule.open)
 
     @property
     def dtype(self) -> str:
@@ -192,8 +189,9 @@ class Engine:
     @property
     def load(self) -> EngineLoad:
         """How busy the engine is; may be read from any thread."""
-        used = self.page_count - self._pages.free
-        return EngineLoad(len(self._running), len(self._waiting), used, self.page_count)
+        schedule = self._schedule
+        used = self.page_count - schedule.pages.free
+        return EngineLoad(len(schedule.running), len(schedule.waiting), used, self.page_count)
 
     @property
     def compiling(self) -> str | None:
@@ -237,15 +235,17 @@ class Engine:
         Raises:
           ValueError: naming field, value and limit, for a prompt that is empty, too long or holds an id out of range.
         """
-        return self._queue(self._request(prompt, sampling or SamplingParams(), priority))
+        request = self._request(prompt, sampling or SamplingParams(), priority)
+        self._schedule.queue(request)
+        return request.id
 
     def forget_prefixes(self) -> int:
         """Frees the cache pages that are only kept for requests to come; returns how many."""
-        return self._pages.forget()
+        return self._schedule.pages.forget()
 
     def abort(self, request_id: int) -> None:
         """Ends a request; its slot and pages are free for the next call. The next `step` reports it."""
-        request = self._open.get(request_id)
+        request = self._schedule.open.get(request_id)
         if request is None:
             raise ValueError(f"request_id: found {request_id}, expected an open request")
         request.finish_reason = "abort"
@@ -253,16 +253,16 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Dispatches what can run next, reads back the oldest call once two are in flight, and returns what is new."""
         outputs = self._drop_aborted()
-        self._assign_slots()
+        self._admit([request for request in self._schedule.assign() if request.to_prefill == 0])
         self._dispatch_prefill()
         # A grammar must have seen every token before it can say what may come next.
-        most = 1 if any(r.matcher is not None for r in self._running.values()) else CALLS_IN_FLIGHT
+        most = 1 if any(r.matcher is not None for r in self._schedule.running.values()) else CALLS_IN_FLIGHT
         dispatched = len(self._in_flight) < most and self._dispatch_decode(outputs)
         if self._in_flight and (len(self._in_flight) >= most or not dispatched):
             self._collect(outputs)
-        if self._waiting and not (self._running or outputs):
+        if self._schedule.waiting and not (self._schedule.running or outputs):
             raise RuntimeError(
-                f"engine: {len(self._waiting)} request(s) wait with every slot free and {self._pages.free} of "
+                f"engine: {self.load.waiting} request(s) wait with every slot free and {self._schedule.pages.free} of "
                 f"{self.page_count} pages; pages were lost, which is a fault of the engine"
             )
         return outputs
@@ -276,22 +276,25 @@ class Engine:
           ValueError: as `add`, before any prompt is queued; or other requests are open, whose outputs would be lost.
         """
         if self.has_work:
-            raise ValueError(f"generate: found {len(self._open)} open request(s), expected none; use add and step")
+            raise ValueError(
+                f"generate: found {len(self._schedule.open)} open request(s), expected none; use add and step"
+            )
         if sampling is None or isinstance(sampling, SamplingParams):
             sampling = [sampling or SamplingParams()] * len(prompts)
         if len(sampling) != len(prompts):
             raise ValueError(f"sampling: found {len(sampling)}, expected one for each of {len(prompts)} prompts")
         requests = [self._request(prompt, one) for prompt, one in zip(prompts, sampling, strict=True)]
-        ids = [self._queue(request) for request in requests]
-        parts: dict[int, list[RequestOutput]] = {request_id: [] for request_id in ids}
-        unfinished = set(ids)
+        for request in requests:
+            self._schedule.queue(request)
+        parts: dict[int, list[RequestOutput]] = {request.id: [] for request in requests}
+        unfinished = set(parts)
         while unfinished:
             for output in self.step():
                 if output.request_id in unfinished:
                     parts[output.request_id].append(output)
                     if output.finish_reason is not None:
                         unfinished.remove(output.request_id)
-        return [Completion.joined(parts[request_id]) for request_id in ids]
+        return [Completion.joined(outputs) for outputs in parts.values()]
 
     # Sizes
 
@@ -310,22 +313,6 @@ class Engine:
 
         return Caches(target=pools(self.target), drafter=() if self.drafter is None else pools(self.drafter))
 
-    def _pages_for(self, tokens: int) -> int:
-        return -(-tokens // self.config.page_size)
-
-    def _batch_bucket(self, requests: list[Request]) -> int:
-        return next(size for size in self.config.batch_sizes if size >= len(requests))
-
-    def _page_bucket(self, requests: list[Request]) -> int:
-        smallest = max(1, SMALLEST_CONTEXT_BUCKET // self.config.page_size)
-        return bucket(max(len(r.pages) for r in requests), self._pages_for(self.max_context), smallest)
-
-    def _page_table(self, requests: list[Request], batch: int, width: int) -> np.ndarray:
-        table = np.full((batch, width), self.page_count, np.int32)  # one past the last page: nobody's
-        for row, request in enumerate(requests):
-            table[row, : len(request.pages)] = request.pages
-        return table
-
     # Requests
 
     def _request(self, prompt: Sequence[int], sampling: SamplingParams, priority: int = 0) -> Request:
@@ -342,66 +329,17 @@ class Engine:
         self._next_id += 1
         return request
 
-    def _queue(self, request: Request) -> int:
-        request.queued_at = time.perf_counter()
-        bisect.insort(self._waiting, request, key=Request.turn)
-        self._open[request.id] = request
-        return request.id
-
     # Scheduling
 
     def _drop_aborted(self) -> list[RequestOutput]:
         outputs: list[RequestOutput] = []
-        for request in [r for r in self._open.values() if r.finish_reason == "abort"]:
-            if request in self._waiting:
-                self._waiting.remove(request)
+        for request in [r for r in self._schedule.open.values() if r.finish_reason == "abort"]:
             self._close(request, outputs)
         return outputs
 
-    def _assign_slots(self) -> None:
-        """Gives waiting requests slots and the pages of their prompts, by priority, then first come first served."""
-        free = [slot for slot in range(self.config.slots) if slot not in self._running]
-        for request in list(self._waiting):
-            if not free:
-                return
-            if not request.awaits_prompt_log_probs:  # or nobody would compute them
-                request.pages = self._pages.share(request.sequence[:-1])
-                request.prefilled = len(request.pages) * self.config.page_size
-            if self._beginning_under_way(request):
-                self._give_back_pages(request)
-                continue
-            if not self._reserve(request, self.speculation.rounds_per_call):
-                self._give_back_pages(request)
-                return
-            self._waiting.remove(request)
-            if not request.generated:
-                request.statistics.cached_tokens = request.prefilled
-                request.queued_seconds = time.perf_counter() - request.queued_at
-            request.slot = free.pop(0)
-            self._running[request.slot] = request
-            if request.to_prefill == 0:
-                self._admit([request])
-
-    def _beginning_under_way(self, request: Request) -> bool:
-        """Whether the next page of the prompt is being processed for another request, so that it can be shared soon."""
-        end = request.prefilled + self.config.page_size
-        if request.awaits_prompt_log_probs or not self.config.keep_prefixes or end >= len(request.sequence):
-            return False
-        beginning = request.sequence[:end]
-        return any(other.to_prefill > 0 and other.sequence[:-1][:end] == beginning for other in self._running.values())
-
-    def _reserve(self, request: Request, more_rounds: int) -> bool:
-        """Makes sure that the request's pages hold whatever the dispatched and the next rounds can commit."""
-        missing = self._pages_for(request.reach(self.depth + 1, more_rounds)) - len(request.pages)
-        pages = self._pages.take(max(missing, 0))
-        if pages is None:
-            return False
-        request.pages += pages
-        return True
-
     def _dispatch_prefill(self) -> None:
         """Processes the next chunk of every prompt that is not done, as far as one call's bound allows."""
-        pending = [r for r in self._running.values() if r.to_prefill > 0]
+        pending = self._schedule.prefilling
         if not pending:
             return
         longest = min(max(r.to_prefill for r in pending), self.config.prefill_chunk)
@@ -410,8 +348,7 @@ class Engine:
         # The largest batch within the bound on tokens, or the smallest there is.
         most = max((size for size in sizes if size * chunk <= PREFILL_TOKENS), default=sizes[0])
         pending = pending[:most]
-        batch = self._batch_bucket(pending)
-        width = self._page_bucket(pending)
+        batch = self._schedule.batch_bucket(pending)
         tokens, following = np.zeros((2, batch, chunk), np.int32)
         start, count = np.zeros(batch, np.int32), np.zeros(batch, np.int32)
         for row, request in enumerate(pending):
@@ -419,12 +356,11 @@ class Engine:
             start[row], count[row] = request.prefilled, end - request.prefilled
             tokens[row, : count[row]] = request.sequence[request.prefilled : end]
             following[row, : count[row]] = request.sequence[request.prefilled + 1 : end + 1]
-        table = self._page_table(pending, batch, width)
-        shape = PrefillShape(batch, width, chunk, any(r.awaits_prompt_log_probs for r in pending))
+        table = self._schedule.page_table(pending, batch)
+        shape = PrefillShape(batch, table.shape[1], chunk, any(r.awaits_prompt_log_probs for r in pending))
         self._caches, log_probs = self._programs.prefill(shape, self._caches, tokens, start, count, table, following)
         for row, request in enumerate(pending):
-            request.prefilled += int(count[row])
-            request.pages = self._pages.keep(request.sequence[: request.prefilled], request.pages)
+            self._schedule.processed(request, int(count[row]))
             if request.awaits_prompt_log_probs:
                 request.prompt_rows.append((log_probs, row, following[row, : count[row]].tolist()))
         self._admit([r for r in pending if r.to_prefill == 0])
@@ -463,20 +399,19 @@ class Engine:
     def _dispatch_decode(self, outputs: list[RequestOutput]) -> bool:
         """Dispatches one call for the requests that decode; False where there are none."""
         rounds = self.speculation.rounds_per_call
-        for request in self._decoding():
-            while request.slot is not None and not self._reserve(request, rounds):
+        for request in self._schedule.decoding:
+            while request.slot is not None and not self._schedule.reserve(request):
                 self._make_room(outputs)
-        requests = self._decoding()
+        requests = self._schedule.decoding
         if not requests:
             return False
-        batch = self._batch_bucket(requests)
-        width = self._page_bucket(requests)
+        batch = self._schedule.batch_bucket(requests)
         slots = np.full(batch, self.config.slots, np.int32)
         slots[: len(requests)] = [r.slot or 0 for r in requests]
         capacity = np.zeros(batch, np.int32)
         capacity[: len(requests)] = [len(r.pages) * self.config.page_size for r in requests]
-        shape = DecodeShape(batch, width, work_of(r.sampling for r in requests), self.speculation)
-        table = self._page_table(requests, batch, width)
+        table = self._schedule.page_table(requests, batch)
+        shape = DecodeShape(batch, table.shape[1], work_of(r.sampling for r in requests), self.speculation)
         if any(r.matcher is not None for r in requests):
             rounds = 1
             result = self._guided_round(shape, requests, slots, table, capacity)
@@ -508,24 +443,13 @@ class Engine:
         )
         return result
 
-    def _decoding(self) -> list[Request]:
-        return [r for r in self._running.values() if r.to_prefill <= 0 and not r.certain_to_finish]
-
     def _make_room(self, outputs: list[RequestOutput]) -> None:
-        """Frees pages: reads back every call in flight, then, if none ended a request, pauses the last in turn.
-
-        A paused request goes back into the queue with what it has produced; noise is keyed by position, so it
-        resumes with the very tokens it would have had.
-        """
-        free = self._pages.free
+        """Frees pages: reads back every call in flight, then, if none ended a request, pauses the last in turn."""
+        free = self._schedule.pages.free
         while self._in_flight:
             self._collect(outputs)
-        if self._pages.free > free:
-            return
-        last = max(self._running.values(), key=Request.turn)
-        self._release(last)
-        last.prompt_rows = []
-        bisect.insort(self._waiting, last, key=Request.turn)
+        if self._schedule.pages.free == free:
+            self._schedule.pause_last()
 
     def _collect(self, outputs: list[RequestOutput]) -> None:
         """Reads back the oldest call in flight."""
@@ -536,7 +460,7 @@ class Engine:
         depth = tokens.shape[-1] - 1
         for row, request in enumerate(requests):
             request.in_flight -= len(tokens)
-            if request.id not in self._open or request.finish_reason is not None:
+            if request.id not in self._schedule.open or request.finish_reason is not None:
                 continue
             new: list[int] = []
             log_probs: list[TokenLogProb] = []
@@ -568,8 +492,7 @@ class Engine:
         rounds: Sequence[RoundCounts] = (),
         log_probs: Sequence[TokenLogProb] = (),
     ) -> None:
-        self._release(request)
-        del self._open[request.id]
+        self._schedule.close(request)
         outputs.append(self._output(request, new, rounds, log_probs))
 
     def _output(
@@ -588,19 +511,6 @@ class Engine:
             request.statistics.cached_tokens,
             queued,
         )
-
-    def _release(self, request: Request) -> None:
-        if request.slot is not None:
-            del self._running[request.slot]
-        request.slot = None
-        # What a call in flight may still write lies past the tokens that were read back.
-        request.pages = self._pages.keep(request.sequence[: request.prefilled], request.pages)
-        self._give_back_pages(request)
-
-    def _give_back_pages(self, request: Request) -> None:
-        self._pages.give_back(request.pages)
-        request.pages = []
-        request.prefilled = 0
 
 
 def check_tokenizers(target: Tokenizer, drafter: Tokenizer) -> None:

@@ -47,9 +47,9 @@ class World:
         while engine._in_flight:
             engine.step()
         assert not engine.has_work
-        assert not engine._running
-        assert not engine._waiting
-        assert engine._pages.free == engine.page_count
+        assert not engine._schedule.running
+        assert not engine._schedule.waiting
+        assert engine._schedule.pages.free == engine.page_count
 
 
 @pytest.fixture(scope="module")
@@ -269,10 +269,10 @@ def test_requests_that_outgrow_the_cache_pause_and_resume(world: World) -> None:
     while engine.has_work:
         for output in engine.step():
             tokens[output.request_id] += output.tokens
-        paused |= {request.id for request in engine._waiting if request.generated}
-        running = max(running, len(engine._running))
-        for request in engine._waiting:
-            assert all(request.id > other.id for other in engine._running.values()), "the youngest gives way"
+        paused |= {request.id for request in engine._schedule.waiting if request.generated}
+        running = max(running, len(engine._schedule.running))
+        for request in engine._schedule.waiting:
+            assert all(request.id > other.id for other in engine._schedule.running.values()), "the youngest gives way"
     assert list(tokens.values()) == world.answers
     assert len(paused) >= 2
     assert running >= 2
@@ -303,7 +303,7 @@ def test_levels_mix_in_one_batch_beside_a_real_drafter(world: World) -> None:
         config=EngineConfig(slots=4, max_context=CONTEXT, prefill_chunk=64),
     )
     assert [done.tokens for done in engine.generate(prompts, params)] == expected
-    assert engine._pages.free == engine.page_count
+    assert engine._schedule.pages.free == engine.page_count
 
 
 def test_seed_and_choice_key_the_noise_and_an_unset_seed_is_drawn(world: World) -> None:
@@ -517,9 +517,9 @@ def test_a_beginning_is_processed_once_for_requests_that_come_together(world: Wo
     others = [prompt[:18], [*prompt[:32], 5, 6, 7]]
     ids = [world.add(6), *(engine.add(other, sampling(6)) for other in others), world.add(0)]
     engine.step()
-    assert [request.id for request in engine._waiting] == ids[1:3], "an unlike request overtakes them"
+    assert [request.id for request in engine._schedule.waiting] == ids[1:3], "an unlike request overtakes them"
     engine.step()
-    assert [request.id for request in engine._waiting] == ids[2:3]
+    assert [request.id for request in engine._schedule.waiting] == ids[2:3]
     done = finish(engine, ids)
     assert [done[i][2].cached_tokens for i in ids] == [0, 16, 32, 0]
     assert done[ids[0]][0] == world.answers[6]
@@ -559,7 +559,7 @@ def test_higher_priorities_are_served_first_and_paused_last(world: World) -> Non
     engine.step()
     late = engine.add(world.prompts[4], sampling(4))
     urgent = engine.add(world.prompts[5], sampling(5), priority=3)
-    assert [request.id for request in engine._waiting] == [urgent, late]
+    assert [request.id for request in engine._schedule.waiting] == [urgent, late]
     done = finish(engine, [*low, late, urgent])
     assert [done[i][0] for i in (*low, late, urgent)] == world.answers[:slots] + world.answers[4:6]
 
@@ -570,7 +570,7 @@ def test_higher_priorities_are_served_first_and_paused_last(world: World) -> Non
     while cramped.has_work:
         for output in cramped.step():
             answers[output.request_id] += output.tokens
-        paused |= {request.id for request in cramped._waiting if request.generated}
+        paused |= {request.id for request in cramped._schedule.waiting if request.generated}
     assert paused
     assert ids[-1] not in paused
     assert [answers[i] for i in ids] == [world.answers[i] for i in order]

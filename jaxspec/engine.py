@@ -329,7 +329,7 @@ class Engine:
         self._next_id += 1
         return request
 
-    # Scheduling
+    # Calls
 
     def _drop_aborted(self) -> list[RequestOutput]:
         outputs: list[RequestOutput] = []

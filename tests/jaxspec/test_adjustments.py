@@ -11,6 +11,7 @@ import pytest
 from jaxspec.config import EngineConfig, SamplingParams, SpeculationConfig
 from jaxspec.engine import Engine
 from jaxspec.requests import Completion
+from jaxspec.schedule import Schedule
 from model.batch import ForwardBatch
 from model.cache import empty_cache
 from sharding.mesh import make_mesh
@@ -160,14 +161,14 @@ def test_log_probs_are_the_models_own() -> None:
 def paused(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Requests that lost their pages before their end."""
     ids: list[int] = []
-    release = Engine._release
+    pause_last = Schedule.pause_last
 
-    def watched(self: Engine, request: Any) -> None:
-        if request.finish_reason is None and request.generated:
-            ids.append(request.id)
-        release(self, request)
+    def watched(self: Schedule) -> None:
+        before = list(self.waiting)
+        pause_last(self)
+        ids.extend(request.id for request in self.waiting if request not in before and request.generated)
 
-    monkeypatch.setattr(Engine, "_release", watched)
+    monkeypatch.setattr(Schedule, "pause_last", watched)
     return ids
 
 

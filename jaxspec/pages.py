@@ -6,7 +6,7 @@ rows are written, and nobody writes into it any more.
 """
 
 import collections
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 
@@ -109,9 +109,9 @@ class PageAllocator:
             self._forget_one()
         return count
 
-    def _parts(self, tokens: Sequence[int]) -> list[tuple[int, ...]]:
+    def _parts(self, tokens: Sequence[int]) -> Iterator[tuple[int, ...]]:
         size = self._page_size
-        return [tuple(tokens[start : start + size]) for start in range(0, len(tokens) - size + 1, size)]
+        return (tuple(tokens[start : start + size]) for start in range(0, len(tokens) - size + 1, size))
 
     def _hold(self, node: _Prefix) -> None:
         node.holders += 1

@@ -15,7 +15,7 @@ from jaxspec.adjustments import adjustments_of, no_adjustments
 from jaxspec.admission import Admission
 from jaxspec.config import MAX_STOP_IDS, EngineConfig, SamplingParams, SpeculationConfig
 from jaxspec.drafting import MakeDrafting, dflash_drafting
-from jaxspec.grammar import GrammarCompiler
+from jaxspec.grammar import Grammar, GrammarCompiler
 from jaxspec.log_probs import TokenLogProb, host_log_probs
 from jaxspec.memory import available_bytes, cache_bytes_per_token, max_context, page_count
 from jaxspec.pages import PageAllocator
@@ -237,6 +237,15 @@ class Engine:
           ValueError: naming field, value and limit, for a prompt that is empty, too long or holds an id out of range.
         """
         return self._queue(self._request(prompt, sampling or SamplingParams(), priority))
+
+    def prepare_grammar(self, grammar: Grammar) -> None:
+        """Compiles a grammar before a request with it is added; from any thread.
+
+        Raises:
+          ValueError: it is none, or no answer can meet it, or it is too large.
+          TimeoutError: others that take long leave no thread for it.
+        """
+        self._grammars.prepare(grammar)
 
     def forget_prefixes(self) -> int:
         """Frees the cache pages that are only kept for requests to come; returns how many."""
@@ -535,7 +544,10 @@ class Engine:
             if request.matcher is not None:
                 request.matcher.advance(new)
             request.prefilled += len(new)
-            if finished[-1, row]:
+            if request.matcher is not None and request.matcher.failed:
+                request.finish_reason = "grammar"
+                self._close(request, outputs, new, rounds, log_probs)
+            elif finished[-1, row]:
                 request.finish_reason = "stop" if request.generated[-1] in request.stop_ids else "length"
                 self._close(request, outputs, new, rounds, log_probs)
             elif new:

@@ -2,8 +2,13 @@
 
 llguidance keeps the grammar's state. A matcher walks the tree from the root, one node at a time, and steps back; the
 device gets one mask a row, so a node that its parent's mask forbids is never accepted.
+
+A grammar is somebody's input: one may nest so deeply that compiling it would overflow a common stack, or take minutes.
+So grammars are compiled on threads of their own, with a deep stack, and given up after a while.
 """
 
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -13,6 +18,11 @@ import numpy as np
 from llguidance.numpy import fill_next_token_bitmask
 
 from model.tokenizer import Tokenizer
+
+COMPILE_SECONDS = 5.0
+COMPILE_THREADS = 2  # whatever was given up keeps one busy until it is done
+STACK_BYTES = 512 << 20  # address space; memory only where it is used
+KEPT = 16  # compiled grammars, for requests to come
 
 
 @dataclass(frozen=True)
@@ -69,30 +79,101 @@ class GrammarCompiler:
         if not eos_token_ids:
             raise ValueError("grammar: the target has no end-of-answer id, expected one, which ends a finished answer")
         self._tokenizer = llguidance.LLTokenizer(tokenizer.to_json(), n_vocab=vocab_size, eos_token=list(eos_token_ids))
-        self._words = -(-vocab_size // 32)
+        self._words, self._ends = -(-vocab_size // 32), eos_token_ids
+        self._free = threading.BoundedSemaphore(COMPILE_THREADS)
+        self._lock, self._prepared = threading.Lock(), dict[Grammar, Any]()
 
-    def matcher(self, grammar: Grammar) -> "GrammarMatcher":
-        """The state of a grammar before the answer's first token.
+    def prepare(self, grammar: Grammar) -> Any:
+        """Compiles a grammar, unless it still is; from any thread.
+
+        Returns:
+          llguidance's matcher before the first token, to be copied.
 
         Raises:
-          ValueError: no answer can meet the grammar, or it is too large.
+          ValueError: no answer can meet the grammar, or it is too large, or takes too long to compile.
+          TimeoutError: others that take long leave no thread for it.
         """
-        matcher = llguidance.LLMatcher(self._tokenizer, grammar.compiled, log_level=0)
-        if matcher.is_error():
-            raise ValueError(f"grammar: {_one_line(matcher.get_error())}")
-        return GrammarMatcher(matcher, self._words)
+        with self._lock:
+            prepared = self._prepared.get(grammar)
+        if prepared is None:
+            prepared = self._apart(lambda: self._compile(grammar))
+            with self._lock:
+                self._prepared[grammar] = prepared
+                if len(self._prepared) > KEPT:
+                    del self._prepared[next(iter(self._prepared))]
+        return prepared
+
+    def matcher(self, grammar: Grammar) -> "GrammarMatcher":
+        """The state of a grammar before the answer's first token; raises as `prepare`."""
+        return self._started(self.prepare(grammar).deep_copy())
+
+    def _compile(self, grammar: Grammar) -> Any:
+        compiled = llguidance.LLMatcher(self._tokenizer, grammar.compiled, log_level=0)
+        matcher = self._started(compiled)
+        if not compiled.is_error():
+            root = np.zeros(1, np.int32)
+            mask = matcher.allowed(root, root, np.ones(1, bool))[0]
+            for end in self._ends:
+                mask[end // 32] &= ~np.uint32(1 << end % 32)
+            if not mask.any() and not compiled.is_accepting():
+                raise ValueError("grammar: found one that no answer can meet, expected one with an answer")
+        if compiled.is_error():
+            raise ValueError(f"grammar: {_one_line(compiled.get_error())}")
+        return compiled
+
+    def _started(self, matcher: Any) -> "GrammarMatcher":
+        return GrammarMatcher(matcher, self._words, self._ends)
+
+    def _apart(self, function: Callable[[], Any]) -> Any:
+        """Runs a function on a thread with a deep stack and returns what it does; raises as `prepare`."""
+        if not self._free.acquire(timeout=COMPILE_SECONDS):
+            raise TimeoutError("grammar: others take long to compile; try again later")
+        result: list[Any] = []
+
+        def run() -> None:
+            try:
+                result.append(function())
+            except Exception as error:
+                result.append(error)
+            finally:
+                self._free.release()
+
+        # A daemon: one that was given up must not keep the process from ending.
+        thread = threading.Thread(target=run, name="grammar", daemon=True)
+        with _STACK_SIZE:
+            usual = threading.stack_size(STACK_BYTES)
+            try:
+                thread.start()
+            finally:
+                threading.stack_size(usual)
+        thread.join(COMPILE_SECONDS)
+        if not result:
+            raise ValueError(f"grammar: found one that takes more than {COMPILE_SECONDS:g} s, expected a simpler one")
+        if isinstance(result[0], Exception):
+            raise result[0]
+        return result[0]
+
+
+# The size of the stack of threads to come is one for the whole process.
+_STACK_SIZE = threading.Lock()
 
 
 class GrammarMatcher:
-    """The state of one request's grammar after the tokens committed so far."""
+    """The state of one request's grammar after the tokens committed so far.
 
-    def __init__(self, matcher: Any, words: int):
-        self._matcher = matcher
-        self._words = words
+    Attributes:
+      failed: whether the answer broke the grammar, since that allowed no token where one was due.
+    """
+
+    def __init__(self, matcher: Any, words: int, ends: tuple[int, ...]):
+        self._matcher, self._words, self._ends = matcher, words, ends
+        self.failed = False
 
     def advance(self, tokens: list[int]) -> None:
-        """Moves past committed tokens."""
-        self._matcher.try_consume_tokens(tokens)
+        """Moves past committed tokens; an end may come last."""
+        rest = tokens[self._matcher.try_consume_tokens(tokens) :]
+        # A grammar that is complete takes no more, not even the end.
+        self.failed |= bool(rest) and not (rest[0] in self._ends and self._matcher.is_accepting())
 
     def allowed(self, tokens: np.ndarray, parents: np.ndarray, valid: np.ndarray) -> np.ndarray:
         """Tokens that may follow each row of a tree.

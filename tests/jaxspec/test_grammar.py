@@ -3,6 +3,7 @@
 import functools
 import json
 import re
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -127,6 +128,8 @@ def test_masks_follow_the_tree(tokenizer: Tokenizer) -> None:
         ("json_schema", '{"enum": []}', "grammar: Unsatisfiable schema"),
         ("json_schema", '{"not": {}}', "grammar: Unimplemented keys"),
         ("lark", "start: missing", "grammar: "),
+        ("lark", "start: start", "grammar: found one that no answer can meet"),
+        ("regex", r"[^\s\S]", "grammar: found one that no answer can meet"),
     ],
 )
 def test_what_is_no_grammar_is_refused_at_once(tokenizer: Tokenizer, kind: str, source: str, message: str) -> None:
@@ -135,6 +138,65 @@ def test_what_is_no_grammar_is_refused_at_once(tokenizer: Tokenizer, kind: str, 
         made.add([1], SamplingParams(grammar=Grammar(kind, source)))
     assert "\n" not in str(error.value)
     assert not made.has_work
+
+
+def test_deeply_nested_grammars_are_compiled(tokenizer: Tokenizer) -> None:
+    """Each of these overflows the stack of an ordinary thread."""
+    rules = "".join(f"a{place}: a{place + 1}\n" for place in range(4999))
+    lark = Grammar("lark", f'start: a0\n{rules}a4999: "x"')
+    nested: dict[str, Any] = {"s0": {"type": "string"}}
+    nested |= {f"s{place}": {"type": "array", "items": {"$ref": f"#/$defs/s{place - 1}"}} for place in range(1, 3000)}
+    schema = Grammar("json_schema", json.dumps({"$defs": nested, "$ref": "#/$defs/s2999"}))
+    compiler = GrammarCompiler(tokenizer, VOCAB, (EOS,))
+    for grammar, first in ((lark, "x"), (schema, "[")):
+        matcher = compiler.matcher(grammar)
+        matcher.advance(tokenizer.encode(first))
+        assert not matcher.failed
+
+
+def test_a_grammar_that_takes_too_long_is_given_up(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler, slow = GrammarCompiler(tokenizer, VOCAB, (EOS,)), threading.Event()
+    compiling = compiler._compile
+    monkeypatch.setattr("jaxspec.grammar.COMPILE_SECONDS", 0.05)
+    monkeypatch.setattr(compiler, "_compile", lambda grammar: slow.wait(10))
+    for source in "ab":
+        with pytest.raises(ValueError, match=r"grammar: found one that takes more than 0.05 s"):
+            compiler.prepare(Grammar("regex", source))
+    with pytest.raises(TimeoutError, match="grammar: others take long to compile"):
+        compiler.prepare(Grammar("regex", "c"))
+    slow.set()
+    monkeypatch.setattr("jaxspec.grammar.COMPILE_SECONDS", 10)
+    monkeypatch.setattr(compiler, "_compile", compiling)
+    compiler.matcher(Grammar("regex", "c"))
+
+
+def test_compiled_grammars_are_kept_and_matchers_are_apart(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = GrammarCompiler(tokenizer, VOCAB, (EOS,))
+    first = compiler.matcher(Grammar("regex", "ab"))
+    first.advance(tokenizer.encode("ab"))
+    second = compiler.matcher(Grammar("regex", "ab"))
+    second.advance([*tokenizer.encode("ab"), EOS])
+    assert [first.failed, second.failed] == [False, False]
+    first.advance(tokenizer.encode("c"))
+    assert first.failed
+    monkeypatch.setattr("jaxspec.grammar.KEPT", 2)
+    for source in "abc":
+        compiler.prepare(Grammar("regex", source))
+    assert [grammar.source for grammar in compiler._prepared] == ["b", "c"]
+
+
+def test_an_answer_that_can_neither_go_on_nor_end_says_so(tokenizer: Tokenizer) -> None:
+    stuck = SamplingParams(temperature=0, min_tokens=5, max_tokens=20, grammar=Grammar("regex", "yes"))
+    plan = Plan(0, [1, 2], tokenizer.encode("yes"), [(7, 0)] * LIMIT)
+    made = engine(tokenizer, 8, 1, oracle([plan], 8, 7, 1))
+    [answer] = made.generate([[1, 2]], stuck)
+    assert answer.finish_reason == "grammar"
+    assert tokenizer.decode(answer.tokens).startswith("yes")
+    assert not made.has_work
+    [answer] = made.generate([[1, 2]], replace(stuck, min_tokens=3))
+    assert answer.finish_reason == "stop"
 
 
 def test_an_engine_without_a_tokenizer_and_endless_answers_are_refused() -> None:

@@ -129,6 +129,25 @@ def pems(tmp_path_factory):
     return folder, client.private_key_pem.bytes(), client.cert_chain_pems[0].bytes()
 
 
+@pytest.mark.parametrize(
+    ("certificate", "key", "authority", "message"),
+    [
+        ("cert.pem", "cert.pem", None, "--tls-key .*expected a certificate and its key"),
+        ("key.pem", "key.pem", None, "--tls-cert .*expected a certificate and its key"),
+        ("cert.pem", "other.pem", None, "key values mismatch, expected a certificate and its key"),
+        ("cert.pem", "key.pem", "junk.pem", "--tls-client-ca .*: .*, expected certificates"),
+        ("cert.pem", "key.pem", "key.pem", "--tls-client-ca .*: .*, expected certificates"),
+    ],
+)
+def test_files_that_make_no_tls_are_told_apart(pems, certificate, key, authority, message):
+    folder, client_key, _ = pems
+    (folder / "other.pem").write_bytes(client_key)
+    (folder / "junk.pem").write_text("-----BEGIN CERTIFICATE-----\nMIIB\n-----END CERTIFICATE-----\n")
+    security = Security(folder / certificate, folder / key, folder / authority if authority else None)
+    with pytest.raises(ValueError, match=message):
+        security.credentials()
+
+
 @pytest.mark.parametrize("mutual", [False, True])
 def test_tls(tokenizer, pems, mutual):
     folder, client_key, client_certificate = pems

@@ -239,13 +239,13 @@ class Engine:
         return self._queue(self._request(prompt, sampling or SamplingParams(), priority))
 
     def prepare_grammar(self, grammar: Grammar) -> None:
-        """Compiles a grammar before a request with it is added; from any thread.
+        """Tries a stranger's grammar out and compiles it, before a request with it is added; from any thread.
 
         Raises:
           ValueError: it is none, or no answer can meet it, or it is too large.
-          TimeoutError: others that take long leave no thread for it.
+          TimeoutError: others take long to try out; try again later.
         """
-        self._grammars.prepare(grammar)
+        self._grammars.prepare(grammar, tried=True)
 
     def forget_prefixes(self) -> int:
         """Frees the cache pages that are only kept for requests to come; returns how many."""

@@ -2,13 +2,9 @@
 
 llguidance keeps the grammar's state. A matcher walks the tree from the root, one node at a time, and steps back; the
 device gets one mask a row, so a node that its parent's mask forbids is never accepted.
-
-A grammar is somebody's input: one may nest so deeply that compiling it would overflow a common stack, or take minutes.
-So grammars are compiled on threads of their own, with a deep stack, and given up after a while.
 """
 
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -17,12 +13,10 @@ import llguidance
 import numpy as np
 from llguidance.numpy import fill_next_token_bitmask
 
+from jaxspec.grammar_trial import COMPILERS, on_deep_stack, try_out
 from model.tokenizer import Tokenizer
 
-COMPILE_SECONDS = 5.0
-COMPILE_THREADS = 2  # whatever was given up keeps one busy until it is done
-STACK_BYTES = 512 << 20  # address space; memory only where it is used
-KEPT = 16  # compiled grammars, for requests to come
+KEPT = 64  # compiled grammars, for requests to come
 
 
 @dataclass(frozen=True)
@@ -38,8 +32,8 @@ class Grammar:
     source: str
 
     def __post_init__(self) -> None:
-        if self.kind not in _COMPILERS:
-            raise ValueError(f"Grammar.kind: found {self.kind!r}, expected one of {', '.join(_COMPILERS)}")
+        if self.kind not in COMPILERS:
+            raise ValueError(f"Grammar.kind: found {self.kind!r}, expected one of {', '.join(COMPILERS)}")
         if not isinstance(self.source, str) or not self.source:
             raise ValueError(f"Grammar.source: found {self.source!r}, expected the text of a {self.kind}")
 
@@ -51,19 +45,12 @@ class Grammar:
           ValueError: the source is not what its kind says.
         """
         try:
-            compiled = _COMPILERS[self.kind](self.source)
+            compiled = COMPILERS[self.kind](self.source)
         except ValueError as error:
             raise ValueError(f"grammar: {_one_line(error)}") from None
         if fault := llguidance.LLMatcher.validate_grammar(compiled):
             raise ValueError(f"grammar: {_one_line(fault)}")
         return compiled
-
-
-_COMPILERS: dict[str, Any] = {
-    "json_schema": llguidance.LLMatcher.grammar_from_json_schema,
-    "regex": llguidance.LLMatcher.grammar_from_regex,
-    "lark": llguidance.LLMatcher.grammar_from_lark,
-}
 
 
 class GrammarCompiler:
@@ -80,23 +67,28 @@ class GrammarCompiler:
             raise ValueError("grammar: the target has no end-of-answer id, expected one, which ends a finished answer")
         self._tokenizer = llguidance.LLTokenizer(tokenizer.to_json(), n_vocab=vocab_size, eos_token=list(eos_token_ids))
         self._words, self._ends = -(-vocab_size // 32), eos_token_ids
-        self._free = threading.BoundedSemaphore(COMPILE_THREADS)
         self._lock, self._prepared = threading.Lock(), dict[Grammar, Any]()
 
-    def prepare(self, grammar: Grammar) -> Any:
+    def prepare(self, grammar: Grammar, tried: bool = False) -> Any:
         """Compiles a grammar, unless it still is; from any thread.
 
+        Args:
+          tried: whether to try it out first, since it comes from who knows whom.
         Returns:
           llguidance's matcher before the first token, to be copied.
 
         Raises:
-          ValueError: no answer can meet the grammar, or it is too large, or takes too long to compile.
-          TimeoutError: others that take long leave no thread for it.
+          ValueError: no answer can meet the grammar, or it is too large.
+          ValueError, TimeoutError: as `try_out`.
         """
         with self._lock:
-            prepared = self._prepared.get(grammar)
+            prepared = self._prepared.pop(grammar, None)
+            if prepared is not None:
+                self._prepared[grammar] = prepared  # the last to go
         if prepared is None:
-            prepared = self._apart(lambda: self._compile(grammar))
+            if tried:
+                try_out(grammar.kind, grammar.source)
+            prepared = on_deep_stack(lambda: self._compile(grammar))
             with self._lock:
                 self._prepared[grammar] = prepared
                 if len(self._prepared) > KEPT:
@@ -123,39 +115,6 @@ class GrammarCompiler:
 
     def _started(self, matcher: Any) -> "GrammarMatcher":
         return GrammarMatcher(matcher, self._words, self._ends)
-
-    def _apart(self, function: Callable[[], Any]) -> Any:
-        """Runs a function on a thread with a deep stack and returns what it does; raises as `prepare`."""
-        if not self._free.acquire(timeout=COMPILE_SECONDS):
-            raise TimeoutError("grammar: others take long to compile; try again later")
-        result: list[Any] = []
-
-        def run() -> None:
-            try:
-                result.append(function())
-            except Exception as error:
-                result.append(error)
-            finally:
-                self._free.release()
-
-        # A daemon: one that was given up must not keep the process from ending.
-        thread = threading.Thread(target=run, name="grammar", daemon=True)
-        with _STACK_SIZE:
-            usual = threading.stack_size(STACK_BYTES)
-            try:
-                thread.start()
-            finally:
-                threading.stack_size(usual)
-        thread.join(COMPILE_SECONDS)
-        if not result:
-            raise ValueError(f"grammar: found one that takes more than {COMPILE_SECONDS:g} s, expected a simpler one")
-        if isinstance(result[0], Exception):
-            raise result[0]
-        return result[0]
-
-
-# The size of the stack of threads to come is one for the whole process.
-_STACK_SIZE = threading.Lock()
 
 
 class GrammarMatcher:

@@ -4,6 +4,7 @@ import functools
 import json
 import re
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -154,20 +155,24 @@ def test_deeply_nested_grammars_are_compiled(tokenizer: Tokenizer) -> None:
         assert not matcher.failed
 
 
-def test_a_grammar_that_takes_too_long_is_given_up(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiler, slow = GrammarCompiler(tokenizer, VOCAB, (EOS,)), threading.Event()
-    compiling = compiler._compile
-    monkeypatch.setattr("jaxspec.grammar.COMPILE_SECONDS", 0.05)
-    monkeypatch.setattr(compiler, "_compile", lambda grammar: slow.wait(10))
-    for source in "ab":
-        with pytest.raises(ValueError, match=r"grammar: found one that takes more than 0.05 s"):
-            compiler.prepare(Grammar("regex", source))
+def test_a_grammar_is_tried_out_first(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = GrammarCompiler(tokenizer, VOCAB, (EOS,))
+    compiler.prepare(Grammar("regex", "a"), tried=True)
+    with pytest.raises(ValueError, match="grammar: .*invalid regex"):
+        compiler.prepare(Grammar("regex", "("), tried=True)
+    monkeypatch.setattr("jaxspec.grammar_trial.SECONDS", 1)
+    began = time.monotonic()
+    with pytest.raises(ValueError, match="grammar: found one that takes more than 1 s to compile"):
+        compiler.prepare(Grammar("regex", "a?" * 30_000), tried=True)
+    assert time.monotonic() - began < 5
+    monkeypatch.setattr("jaxspec.grammar_trial.sys.executable", "/bin/false")
+    with pytest.raises(ValueError, match=r"grammar: found one that can't be compiled \(exit 1\)"):
+        compiler.prepare(Grammar("regex", "b"), tried=True)
+    monkeypatch.setattr("jaxspec.grammar_trial.SECONDS", 0.01)
+    monkeypatch.setattr("jaxspec.grammar_trial._free", threading.Semaphore(0))
     with pytest.raises(TimeoutError, match="grammar: others take long to compile"):
-        compiler.prepare(Grammar("regex", "c"))
-    slow.set()
-    monkeypatch.setattr("jaxspec.grammar.COMPILE_SECONDS", 10)
-    monkeypatch.setattr(compiler, "_compile", compiling)
-    compiler.matcher(Grammar("regex", "c"))
+        compiler.prepare(Grammar("regex", "b"), tried=True)
+    compiler.prepare(Grammar("regex", "a"), tried=True)  # as it still is compiled
 
 
 def test_compiled_grammars_are_kept_and_matchers_are_apart(

@@ -99,6 +99,8 @@ class Answerer:
                     yield answering
                 finally:
                     self._requests.close(answering.stream)
+                    for clock in answering.clocks:
+                        clock.closed("error" if answering.stream.failed else "abort")
                     self._log(answering, context)
         except TimeoutError:
             raise Refusal(

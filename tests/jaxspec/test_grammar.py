@@ -196,8 +196,11 @@ def test_an_answer_that_can_neither_go_on_nor_end_says_so(tokenizer: Tokenizer) 
     stuck = SamplingParams(temperature=0, min_tokens=5, max_tokens=20, grammar=Grammar("regex", "yes"))
     plan = Plan(0, [1, 2], tokenizer.encode("yes"), [(7, 0)] * LIMIT)
     made = engine(tokenizer, 8, 1, oracle([plan], 8, 7, 1))
+    told: list[str] = []
+    made._programs.report = told.append
     [answer] = made.generate([[1, 2]], stuck)
     assert answer.finish_reason == "grammar"
+    assert any(line.startswith("compiled draft of decode 4 slot(s), ") for line in told)
     assert tokenizer.decode(answer.tokens).startswith("yes")
     assert not made.has_work
     [answer] = made.generate([[1, 2]], replace(stuck, min_tokens=3))

@@ -61,6 +61,16 @@ def check_fields(request: GenerateRequest) -> None:
     _check_fields(request, "", whole=False)
 
 
+def check_known(message: Message, where: str = "request") -> None:
+    """Raises Refusal where the message itself, not what is inside it, has a field that the protos here do not know."""
+    for unknown in UnknownFieldSet(message):
+        raise Refusal(
+            StatusCode.UNIMPLEMENTED,
+            f"{where}: found field number {unknown.field_number}, which this server does not know; leave it unset",
+            field=where,
+        )
+
+
 def sampling_values(request: GenerateRequest) -> dict[str, Any]:
     """Arguments of SamplingParams: those that the request sets."""
     values = {}
@@ -124,13 +134,7 @@ def grammar(request: GenerateRequest) -> Grammar | None:
 
 def _check_fields(message: Message, prefix: str, whole: bool) -> None:
     """Args: whole: whether the message is supported as it is, so that only fields of no name are looked for."""
-    for unknown in UnknownFieldSet(message):
-        where = prefix.removesuffix(".") or "request"
-        raise Refusal(
-            StatusCode.UNIMPLEMENTED,
-            f"{where}: found field number {unknown.field_number}, which this server does not know; leave it unset",
-            field=where,
-        )
+    check_known(message, prefix.removesuffix(".") or "request")
     for descriptor, value in message.ListFields():
         path = prefix + descriptor.name
         supported = whole or path in SUPPORTED_FIELDS

@@ -593,6 +593,15 @@ def test_malformed_messages(channel, data, code, message):
     assert message in raised.value.details()
 
 
+@pytest.mark.parametrize("method", ["GenerationService/GenerateStream", "ModelService/Tokenize", "AdminService/Drain"])
+def test_no_call_ignores_a_field(channel, method):
+    call = channel.unary_stream(f"/jaxspec.v1.{method}")
+    with pytest.raises(grpc.RpcError) as raised:
+        list(call(b"\xf8\x07\x01", timeout=20))
+    assert raised.value.code() == UNIMPLEMENTED
+    assert raised.value.details().startswith("request: found field number 127")
+
+
 def test_admin_calls_name_what_is_wrong(admin):
     for call, argument, code, message in [
         (admin.Abort, admin_pb2.AbortRequest(), INVALID, "request_ids: found none"),

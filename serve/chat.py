@@ -75,9 +75,9 @@ class Chat:
                         self._answer(channel, line)
                     except grpc.RpcError as error:
                         say(f"error: {error.details()} ({error.code().name})")
-                        if error.code() is not grpc.StatusCode.INVALID_ARGUMENT:
+                        if error.code() not in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED):
                             return 1
-                        self._messages.pop()  # what was said is at fault: too long, say
+                        self._messages.pop()  # too long, say, or too early: saying something else may help
         return 0
 
     def _answer(self, channel: Any, line: str) -> None:

@@ -237,10 +237,11 @@ def test_a_chat_goes_on(server, channel):
 
 def test_a_chat_goes_on_after_words_that_are_too_long(server):
     options = ("--temperature", 0, "--max-tokens", 5)
-    code, out, err = chat(server, ["Hello " * 1000, "Hello"], *options)
-    assert code == 0
+    code, out, err = chat(server, ["Hello " * 300, "Hello " * 1000, "Hello"], *options)
+    assert code == 0, err
     assert "error: conversation: found " in err
     assert "(INVALID_ARGUMENT)" in err
+    assert "larger than max" in err
     assert out == chat(server, ["Hello"], *options)[1]
 
 

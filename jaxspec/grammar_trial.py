@@ -89,7 +89,9 @@ def _compile(kind: str, source: str) -> None:
 
 def _main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    if sys.platform == "linux" and (hard == resource.RLIM_INFINITY or hard > MEMORY_BYTES):  # elsewhere it can't be set
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, hard))
     kind, source = json.load(sys.stdin)
     on_deep_stack(lambda: _compile(kind, source))
 

@@ -14,7 +14,7 @@ from jaxspec.adjustments import adjustments_of, no_adjustments
 from jaxspec.admission import Admission
 from jaxspec.config import MAX_BUDGET, MAX_STOP_IDS, EngineConfig, SamplingParams, SpeculationConfig
 from jaxspec.drafting import MakeDrafting, dflash_drafting
-from jaxspec.grammar import GrammarCompiler
+from jaxspec.grammar import Grammar, GrammarCompiler
 from jaxspec.log_probs import TokenLogProb, host_log_probs
 from jaxspec.memory import available_bytes, cache_bytes_per_token, max_context, page_count
 from jaxspec.plan import placement_of, plan_models
@@ -238,6 +238,15 @@ class Engine:
         request = self._request(prompt, sampling or SamplingParams(), priority)
         self._schedule.queue(request)
         return request.id
+
+    def prepare_grammar(self, grammar: Grammar) -> None:
+        """Tries a stranger's grammar out and compiles it, before a request with it is added; from any thread.
+
+        Raises:
+          ValueError: it is none, or no answer can meet it, or it is too large.
+          TimeoutError: others take long to try out; try again later.
+        """
+        self._grammars.prepare(grammar, tried=True)
 
     def forget_prefixes(self) -> int:
         """Frees the cache pages that are only kept for requests to come; returns how many."""
@@ -478,7 +487,10 @@ class Engine:
             if request.matcher is not None:
                 request.matcher.advance(new)
             request.prefilled += len(new)
-            if finished[-1, row]:
+            if request.matcher is not None and request.matcher.failed:
+                request.finish_reason = "grammar"
+                self._close(request, outputs, new, rounds, log_probs)
+            elif finished[-1, row]:
                 request.finish_reason = "stop" if request.generated[-1] in request.stop_ids else "length"
                 self._close(request, outputs, new, rounds, log_probs)
             elif new:

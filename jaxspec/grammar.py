@@ -4,6 +4,7 @@ llguidance keeps the grammar's state. A matcher walks the tree from the root, on
 device gets one mask a row, so a node that its parent's mask forbids is never accepted.
 """
 
+import threading
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -12,7 +13,10 @@ import llguidance
 import numpy as np
 from llguidance.numpy import fill_next_token_bitmask
 
+from jaxspec.grammar_trial import COMPILERS, on_deep_stack, try_out
 from model.tokenizer import Tokenizer
+
+KEPT = 64  # compiled grammars, for requests to come
 
 
 @dataclass(frozen=True)
@@ -28,8 +32,8 @@ class Grammar:
     source: str
 
     def __post_init__(self) -> None:
-        if self.kind not in _COMPILERS:
-            raise ValueError(f"Grammar.kind: found {self.kind!r}, expected one of {', '.join(_COMPILERS)}")
+        if self.kind not in COMPILERS:
+            raise ValueError(f"Grammar.kind: found {self.kind!r}, expected one of {', '.join(COMPILERS)}")
         if not isinstance(self.source, str) or not self.source:
             raise ValueError(f"Grammar.source: found {self.source!r}, expected the text of a {self.kind}")
 
@@ -41,19 +45,12 @@ class Grammar:
           ValueError: the source is not what its kind says.
         """
         try:
-            compiled = _COMPILERS[self.kind](self.source)
+            compiled = COMPILERS[self.kind](self.source)
         except ValueError as error:
             raise ValueError(f"grammar: {_one_line(error)}") from None
         if fault := llguidance.LLMatcher.validate_grammar(compiled):
             raise ValueError(f"grammar: {_one_line(fault)}")
         return compiled
-
-
-_COMPILERS: dict[str, Any] = {
-    "json_schema": llguidance.LLMatcher.grammar_from_json_schema,
-    "regex": llguidance.LLMatcher.grammar_from_regex,
-    "lark": llguidance.LLMatcher.grammar_from_lark,
-}
 
 
 class GrammarCompiler:
@@ -69,30 +66,73 @@ class GrammarCompiler:
         if not eos_token_ids:
             raise ValueError("grammar: the target has no end-of-answer id, expected one, which ends a finished answer")
         self._tokenizer = llguidance.LLTokenizer(tokenizer.to_json(), n_vocab=vocab_size, eos_token=list(eos_token_ids))
-        self._words = -(-vocab_size // 32)
+        self._words, self._ends = -(-vocab_size // 32), eos_token_ids
+        self._lock, self._prepared = threading.Lock(), dict[Grammar, Any]()
 
-    def matcher(self, grammar: Grammar) -> "GrammarMatcher":
-        """The state of a grammar before the answer's first token.
+    def prepare(self, grammar: Grammar, tried: bool = False) -> Any:
+        """Compiles a grammar, unless it still is; from any thread.
+
+        Args:
+          tried: whether to try it out first, since it comes from who knows whom.
+        Returns:
+          llguidance's matcher before the first token, to be copied.
 
         Raises:
           ValueError: no answer can meet the grammar, or it is too large.
+          ValueError, TimeoutError: as `try_out`.
         """
-        matcher = llguidance.LLMatcher(self._tokenizer, grammar.compiled, log_level=0)
-        if matcher.is_error():
-            raise ValueError(f"grammar: {_one_line(matcher.get_error())}")
-        return GrammarMatcher(matcher, self._words)
+        with self._lock:
+            prepared = self._prepared.pop(grammar, None)
+            if prepared is not None:
+                self._prepared[grammar] = prepared  # the last to go
+        if prepared is None:
+            if tried:
+                try_out(grammar.kind, grammar.source)
+            prepared = on_deep_stack(lambda: self._compile(grammar))
+            with self._lock:
+                self._prepared[grammar] = prepared
+                if len(self._prepared) > KEPT:
+                    del self._prepared[next(iter(self._prepared))]
+        return prepared
+
+    def matcher(self, grammar: Grammar) -> "GrammarMatcher":
+        """The state of a grammar before the answer's first token; raises as `prepare`."""
+        return self._started(self.prepare(grammar).deep_copy())
+
+    def _compile(self, grammar: Grammar) -> Any:
+        compiled = llguidance.LLMatcher(self._tokenizer, grammar.compiled, log_level=0)
+        matcher = self._started(compiled)
+        if not compiled.is_error():
+            root = np.zeros(1, np.int32)
+            mask = matcher.allowed(root, root, np.ones(1, bool))[0]
+            for end in self._ends:
+                mask[end // 32] &= ~np.uint32(1 << end % 32)
+            if not mask.any() and not compiled.is_accepting():
+                raise ValueError("grammar: found one that no answer can meet, expected one with an answer")
+        if compiled.is_error():
+            raise ValueError(f"grammar: {_one_line(compiled.get_error())}")
+        return compiled
+
+    def _started(self, matcher: Any) -> "GrammarMatcher":
+        return GrammarMatcher(matcher, self._words, self._ends)
 
 
 class GrammarMatcher:
-    """The state of one request's grammar after the tokens committed so far."""
+    """The state of one request's grammar after the tokens committed so far.
 
-    def __init__(self, matcher: Any, words: int):
-        self._matcher = matcher
-        self._words = words
+    Attributes:
+      failed: whether the answer broke the grammar, since that allowed no token where one was due.
+    """
+
+    def __init__(self, matcher: Any, words: int, ends: tuple[int, ...]):
+        self._matcher, self._words, self._ends = matcher, words, ends
+        self.failed = False
 
     def advance(self, tokens: list[int]) -> None:
-        """Moves past committed tokens."""
-        self._matcher.try_consume_tokens(tokens)
+        """Moves past committed tokens; an end may come last."""
+        rest = tokens[self._matcher.try_consume_tokens(tokens) :]
+        # A grammar that is complete takes no more, not even the end.
+        self.failed |= bool(rest) and not (rest[0] in self._ends and self._matcher.is_accepting())
 
     def allowed(self, tokens: np.ndarray, parents: np.ndarray, valid: np.ndarray) -> np.ndarray:
         """Tokens that may follow each row of a tree.

@@ -286,14 +286,15 @@ class Programs:
         program = jax.shard_map(body, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
         jitted = jax.jit(program, donate_argnums=tuple(range(1, 1 + donated)))
         plain = isinstance(key, DecodeShape) and self.drafter is None
-        self.compiling = str(key)
+        name = " of ".join(map(str, key)) if isinstance(key, tuple) else str(key)
+        self.compiling = name
         try:
             compiled = jitted.lower(self.leaves, *arguments).compile(
                 compiler_options=compiler_options(self.mesh, plain)
             )
         finally:
             self.compiling = None
-        self.report(f"compiled {key} in {time.perf_counter() - began:.1f} s")
+        self.report(f"compiled {name} in {time.perf_counter() - began:.1f} s")
         return compiled
 
 

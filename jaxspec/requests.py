@@ -75,7 +75,8 @@ class RequestOutput:
 
     Attributes:
       tokens: the new ones.
-      finish_reason: "stop", "length" or "abort" with the last output, else None.
+      finish_reason: with the last output "stop", "length", "abort", or "grammar" where the grammar allowed no token,
+        which then were chosen regardless; else None.
       statistics: with the last output.
       rounds: that produced the tokens, in order.
       log_probs: of `tokens`, where the request asked for them.

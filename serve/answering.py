@@ -33,6 +33,7 @@ log = logging.getLogger("jaxspec.requests")
 
 REQUEST_ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
 MAX_CHOICES = 64
+RETRY_SECONDS = 5.0
 
 
 @dataclass
@@ -98,6 +99,8 @@ class Answerer:
                     yield answering
                 finally:
                     self._requests.close(answering.stream)
+                    for clock in answering.clocks:
+                        clock.closed("error" if answering.stream.failed else "abort")
                     self._log(answering, context)
         except TimeoutError:
             raise Refusal(
@@ -132,12 +135,15 @@ class Answerer:
         values = model.default_sampling | sampling_values(request)
         values.setdefault("seed", secrets.randbits(32))  # one for all choices, whose noise differs by their number
         values["grammar"] = grammar(request)
-        sampling_params(values)
+        sampling_params({"max_tokens": model.max_context} | values)
         if values["grammar"] is not None:
             try:  # here, where it holds up no other request
-                await model.prompts.in_thread(lambda: values["grammar"].compiled)
+                await asyncio.to_thread(model.engine.prepare_grammar, values["grammar"])
             except ValueError as error:
                 raise refused_by_engine(error) from error
+            except TimeoutError as error:
+                message = str(error).replace("grammar", "structured_output", 1)
+                raise Refusal(StatusCode.RESOURCE_EXHAUSTED, message, retry_after=RETRY_SECONDS) from error
         prompt_field, prompt = await model.prompts.read(request)
         room = model.max_context - len(prompt)
         if values.setdefault("max_tokens", max(room, 1)) > room >= 1:
@@ -155,7 +161,8 @@ class Answerer:
         def choice_stream(index: int) -> ChoiceStream:
             text = None
             if wants_text or stops:
-                text = TextStream(model.tokenizer.detokenizer(skip_special), stops, include_stop)
+                detokenizer = model.tokenizer.detokenizer(skip_special)
+                text = TextStream(detokenizer, stops, include_stop, request.stopping.min_tokens)
             return ChoiceStream(index, text, include_stop, model.depth)
 
         stream = RequestStream(request_id, [choice_stream(index) for index in range(choices)])

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from serve.options import decimals, distinct, integers, within
+from serve.options import LARGEST_COUNT, LARGEST_SEED, decimals, distinct, integers, within
 from serve.startup import bad_input, say
 
 if TYPE_CHECKING:
@@ -46,6 +46,9 @@ def bench_serve_command(
         for level in levels:
             within("--concurrency", level, 1, 1024) if rate is None else within("--rate", level, 0.001, 10_000)
         within("--requests", requests, 1, 1_000_000)
+        within("--max-tokens", max_tokens, 1, LARGEST_COUNT)
+        within("--temperature", temperature, 0, 100)
+        within("--seed", seed, 0, LARGEST_SEED)
         server = ServerAddress.of(address, tls_ca, token_file)
         texts = _texts(prompts)
         if output is not None:

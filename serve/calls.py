@@ -13,11 +13,14 @@ from grpc import StatusCode
 
 from serve.metrics import Metrics
 from serve.refusal import Refusal
+from serve.request_fields import check_known
 from serve.security import Security
 from serve.tracing import Tracing
 
 log = logging.getLogger("jaxspec.calls")
 
+# Services of this prefix ignore no field.
+OWN = "/jaxspec.v1."
 # Request and response streaming or not → a handler's attribute, and what makes such a handler.
 _KINDS = {
     (False, False): ("unary_unary", grpc.unary_unary_rpc_method_handler),
@@ -80,6 +83,8 @@ class Calls(grpc.aio.ServerInterceptor):
                 self._security.check(method, context)
                 if isinstance(request, Malformed):
                     raise Refusal(StatusCode.INVALID_ARGUMENT, f"request: not readable: {request.message}")
+                if method.startswith(OWN):
+                    check_known(request)
                 yield
             except Refusal as refusal:
                 code = refusal.code

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from serve.options import LARGEST_COUNT, LARGEST_SEED, within
 from serve.startup import bad_input, say
 
 if TYPE_CHECKING:
@@ -31,6 +32,14 @@ def chat_command(
     from serve.client import ServerAddress
 
     with bad_input():
+        for option, value, low, high in (
+            ("--temperature", temperature, 0, 100),
+            ("--top-p", top_p, 1e-6, 1),
+            ("--seed", seed, 0, LARGEST_SEED),
+            ("--max-tokens", max_tokens, 1, LARGEST_COUNT),
+        ):
+            if value is not None:
+                within(option, value, low, high)
         server = ServerAddress.of(address, tls_ca, token_file)
         options = GenerateRequest(
             sampling=SamplingOptions(temperature=temperature, top_p=top_p, seed=seed),
@@ -66,7 +75,9 @@ class Chat:
                         self._answer(channel, line)
                     except grpc.RpcError as error:
                         say(f"error: {error.details()} ({error.code().name})")
-                        return 1
+                        if error.code() not in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED):
+                            return 1
+                        self._messages.pop()  # too long, say, or too early: saying something else may help
         return 0
 
     def _answer(self, channel: Any, line: str) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import grpc
 
-from serve.security import read_token
+from serve.security import read_authority, read_token
 
 
 @dataclass(frozen=True)
@@ -15,12 +15,12 @@ class ServerAddress:
 
     Attributes:
       address: host:port.
-      authority: PEM file that signed the server's certificate; None for a plaintext port.
+      authority: PEM data of what signed the server's certificate; None for a plaintext port.
       token: bearer token, or None.
     """
 
     address: str
-    authority: Path | None = None
+    authority: bytes | None = None
     token: str | None = None
 
     @classmethod
@@ -28,9 +28,13 @@ class ServerAddress:
         """From a command's options.
 
         Raises:
-          OSError, ValueError: a file can't be read or holds no token.
+          OSError, ValueError: a file can't be read, or holds no certificate or no token.
         """
-        return cls(address, authority, None if token_file is None else read_token("--token-file", token_file))
+        return cls(
+            address,
+            None if authority is None else read_authority("--tls-ca", authority),
+            None if token_file is None else read_token("--token-file", token_file),
+        )
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
@@ -48,4 +52,4 @@ class ServerAddress:
     def _channel(self, library: Any) -> Any:
         if self.authority is None:
             return library.insecure_channel(self.address)
-        return library.secure_channel(self.address, grpc.ssl_channel_credentials(self.authority.read_bytes()))
+        return library.secure_channel(self.address, grpc.ssl_channel_credentials(self.authority))

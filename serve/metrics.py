@@ -117,6 +117,7 @@ class AnswerClock:
         self._began = time.perf_counter()
         self._first = self._last = 0.0
         self._tokens = 0
+        self._ended = False
         self.seconds_to_first_token: float | None = None
 
     def delivered(self, tokens: int) -> None:
@@ -133,10 +134,16 @@ class AnswerClock:
 
     def ended(self, reason: str) -> None:
         """The answer is complete."""
+        self._ended = True
         self._metrics.finished(reason)
         self._metrics.whole.observe(self.seconds)
         if self._tokens:
             self._metrics.per_token.observe((self._last - self._first) / self._tokens)
+
+    def closed(self, reason: str) -> None:
+        """The call is over; where the answer is not complete, `reason` tells why."""
+        if not self._ended:
+            self._metrics.finished(reason)
 
     @property
     def seconds(self) -> float:

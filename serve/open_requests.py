@@ -139,6 +139,16 @@ class OpenRequests:
         self._metrics.rounds(output.rounds)
         if output.queued_seconds is not None:
             self._metrics.queue_time.observe(output.queued_seconds)
+        if output.finish_reason == "grammar":
+            stream.fail(
+                Refusal(
+                    StatusCode.FAILED_PRECONDITION,
+                    "structured_output: found an answer that can neither go on nor end here, since the grammar and "
+                    "what else the request asks for leave no token; expected rules that leave one",
+                    field="structured_output",
+                )
+            )
+            return
         stream.push(choice, output)
         if choice.ending is not None and output.finish_reason is None:
             self._engine.abort(job)  # a stop string that only the text shows

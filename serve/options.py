@@ -3,6 +3,8 @@
 import re
 from collections.abc import Sequence
 
+# What an int32 and a uint32 of the API hold.
+LARGEST_COUNT, LARGEST_SEED = 2**31 - 1, 2**32 - 1
 DTYPES = ("bfloat16", "float16", "float32")
 
 

@@ -5,18 +5,22 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc import StatusCode
 from grpc_status import rpc_status
 
+# Of a message, in UTF-8: it travels three times in metadata, of which clients take no more than 8 kB.
+MAX_MESSAGE_BYTES = 1000
+
 
 class Refusal(Exception):
     """Ends a call with a status.
 
     Args:
       code: of the status.
-      message: one line.
+      message: one line; the middle of a very long one is left out.
       field: of the request, in dots, where one is at fault.
       retry_after: seconds after which trying again makes sense.
     """
 
     def __init__(self, code: StatusCode, message: str, *, field: str = "", retry_after: float | None = None):
+        message = _shortened(message)
         super().__init__(message)
         self.code, self.message, self.field, self.retry_after = code, message, field, retry_after
 
@@ -39,3 +43,11 @@ class Refusal(Exception):
 def invalid(field: str, found: object, expected: str) -> Refusal:
     """INVALID_ARGUMENT for a field of the request."""
     return Refusal(StatusCode.INVALID_ARGUMENT, f"{field}: found {found}, expected {expected}", field=field)
+
+
+def _shortened(message: str) -> str:
+    data = message.encode(errors="backslashreplace")
+    if len(data) > MAX_MESSAGE_BYTES:
+        half = MAX_MESSAGE_BYTES // 2
+        return f"{data[:half].decode(errors='ignore')} … {data[-half:].decode(errors='ignore')}"
+    return data.decode()

@@ -54,13 +54,23 @@ SUPPORTED_FIELDS = (*SERVER_FIELDS, *SAMPLING_FIELDS)
 
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 256
-MAX_GRAMMAR_CHARACTERS = 1 << 18
+MAX_GRAMMAR_CHARACTERS = 1 << 16
 MAX_PARTS = 16384  # of a repeated field that holds messages
 
 
 def check_fields(request: GenerateRequest) -> None:
     """Raises Refusal, naming the field, where one is set that the server does not act on."""
     _check_fields(request, "", whole=False)
+
+
+def check_known(message: Message, where: str = "request") -> None:
+    """Raises Refusal where the message itself, not what is inside it, has a field that the protos here do not know."""
+    for unknown in UnknownFieldSet(message):
+        raise Refusal(
+            StatusCode.UNIMPLEMENTED,
+            f"{where}: found field number {unknown.field_number}, which this server does not know; leave it unset",
+            field=where,
+        )
 
 
 def sampling_values(request: GenerateRequest) -> dict[str, Any]:
@@ -130,13 +140,7 @@ def grammar(request: GenerateRequest) -> Grammar | None:
 
 def _check_fields(message: Message, prefix: str, whole: bool) -> None:
     """Args: whole: whether the message is supported as it is, so that only fields of no name are looked for."""
-    for unknown in UnknownFieldSet(message):
-        where = prefix.removesuffix(".") or "request"
-        raise Refusal(
-            StatusCode.UNIMPLEMENTED,
-            f"{where}: found field number {unknown.field_number}, which this server does not know; leave it unset",
-            field=where,
-        )
+    check_known(message, prefix.removesuffix(".") or "request")
     for descriptor, value in message.ListFields():
         path = prefix + descriptor.name
         supported = whole or path in SUPPORTED_FIELDS

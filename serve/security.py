@@ -2,6 +2,7 @@
 
 import hmac
 import ipaddress
+import ssl
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,12 +46,21 @@ class Security:
 
         Raises:
           OSError: a file can't be read.
-          ValueError: a file is no PEM.
+          ValueError: a file is no PEM, or the key is another's.
         """
         if self.certificate is None or self.key is None:
             return None
-        certificate, key = _pem(self.certificate), _pem(self.key)
-        authority = None if self.client_authority is None else _pem(self.client_authority)
+        certificate, key = self.certificate.read_bytes(), self.key.read_bytes()
+        try:  # gRPC would only say that it can't listen
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(self.certificate, self.key, password="")
+        except ssl.SSLError as error:
+            raise ValueError(
+                f"--tls-cert {self.certificate}, --tls-key {self.key}: {_reason(error)}, expected a certificate and "
+                "its key in PEM, without a password"
+            ) from None
+        authority = None
+        if self.client_authority is not None:
+            authority = read_authority("--tls-client-ca", self.client_authority)
         return grpc.ssl_server_credentials([(key, certificate)], authority, require_client_auth=authority is not None)
 
     def check(self, method: str, context: Any) -> None:
@@ -101,6 +111,21 @@ def read_token(option: str, path: Path) -> str:
     return token
 
 
+def read_authority(option: str, path: Path) -> bytes:
+    """The PEM data of the certificates that others' are checked with.
+
+    Raises:
+      OSError: the file can't be read.
+      ValueError: it holds no certificate.
+    """
+    data = path.read_bytes()
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(path)
+    except ssl.SSLError as error:
+        raise ValueError(f"{option} {path}: {_reason(error)}, expected certificates in PEM") from None
+    return data
+
+
 def is_loopback(host: str) -> bool:
     """Whether only this machine can reach `host`."""
     try:
@@ -123,8 +148,5 @@ def _compare(metadata: dict[str, Any], token: str, expected: str) -> None:
         raise Refusal(StatusCode.UNAUTHENTICATED, f"authorization: found {found}, expected {expected} (Bearer …)")
 
 
-def _pem(path: Path) -> bytes:
-    data = path.read_bytes()
-    if b"-----BEGIN " not in data:
-        raise ValueError(f"{path}: found no PEM block, expected a certificate or a key")
-    return data
+def _reason(error: ssl.SSLError) -> str:
+    return (error.reason or str(error)).lower().replace("_", " ")

@@ -174,7 +174,7 @@ async def _run(
             loaded = await server.start()
         if loaded:
             banner(server.describe())
-            if warning := config.security.warning(config.host):
+            for warning in config.warnings():
                 say(warning)
             code = await server.serve()
     finally:

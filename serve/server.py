@@ -96,7 +96,13 @@ class Server:
             self.dialect_port = self._bind(front, "--dialect-port", self.dialect_port)
             ports += f", {self._config.dialect} on port {self.dialect_port}"
         if self.metrics_port is not None:
-            self._metrics_server, self.metrics_port = self._metrics.serve(self._host, self.metrics_port)
+            try:
+                self._metrics_server, self.metrics_port = self._metrics.serve(self._host, self.metrics_port)
+            except OSError as error:
+                raise ValueError(
+                    f"--host, --metrics-port: found {self._host}, port {self.metrics_port}, which can't be listened "
+                    f"on: {error.strerror or error}"
+                ) from None
         for front in self._fronts:
             await front.start()
         await self._health.loading()

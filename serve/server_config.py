@@ -1,11 +1,12 @@
 """How a server listens, and its limits."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from serve.options import within
-from serve.security import Security
+from serve.security import Security, is_loopback
 
 LONGEST_SECONDS = 7 * 86400.0
 
@@ -52,6 +53,15 @@ class ServerConfig:
     vllm_metrics: bool = False
     reflection: bool = True
     profile_folder: Path | None = None
+
+    def warnings(self) -> Iterator[str]:
+        """What is unsafe, or can't work, about how it listens."""
+        if warning := self.security.warning(self.host):
+            yield warning
+        if self.metrics_port is not None and not is_loopback(self.host):
+            yield f"WARNING: metrics on {self.host}, port {self.metrics_port}, are open to all who reach the port"
+        if self.dialect is not None and self.security.token is not None:
+            yield "WARNING: --token-file holds for --dialect's port, too, but the smg gateway carries no token"
 
     def __post_init__(self) -> None:
         within("--port", self.port, 0, 65535)

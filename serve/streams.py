@@ -137,6 +137,11 @@ class RequestStream:
         """Whether nothing more will come."""
         return self._failure is not None or all(choice.ending is not None for choice in self.choices)
 
+    @property
+    def failed(self) -> bool:
+        """Whether it ended with a status."""
+        return self._failure is not None
+
     def push(self, choice: ChoiceStream, output: RequestOutput) -> None:
         """Adds what the engine brought for one choice."""
         choice.push(output)

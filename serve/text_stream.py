@@ -38,12 +38,19 @@ class StopMatcher:
         self._held = ""
         self.matched: str | None = None
 
-    def push(self, text: str) -> str:
-        """Adds text; returns what is certain now."""
+    def push(self, text: str, may_stop: bool = True) -> str:
+        """Adds text; returns what is certain now.
+
+        Args:
+          may_stop: whether a stop string that is complete with this text counts.
+        """
         if self.matched is not None:
             return ""
+        before = len(self._held)
         text = self._held + text
-        found = [(text.find(stop) + len(stop), -len(stop), stop) for stop in self._stops if stop in text]
+        # What was complete before did not count, or it would have been found then.
+        places = {stop: text.find(stop, max(0, before + 1 - len(stop))) for stop in self._stops if may_stop}
+        found = [(place + len(stop), -len(stop), stop) for stop, place in places.items() if place >= 0]
         if found:
             end, _, self.matched = min(found)
             self._held = ""
@@ -66,10 +73,13 @@ class TextStream:
     Args:
       detokenizer: of this answer alone.
       stops, include_stop: as in `StopMatcher`.
+      min_tokens: so many tokens complete no stop string.
     """
 
-    def __init__(self, detokenizer: Detokenizer, stops: Sequence[str] = (), include_stop: bool = False):
-        self._detokenizer = detokenizer
+    def __init__(
+        self, detokenizer: Detokenizer, stops: Sequence[str] = (), include_stop: bool = False, min_tokens: int = 0
+    ):
+        self._detokenizer, self._early = detokenizer, min_tokens
         self._matcher = StopMatcher(stops, include_stop)
 
     @property
@@ -79,7 +89,9 @@ class TextStream:
 
     def push(self, token: int) -> str:
         """Adds a token; returns the text that is certain now."""
-        return self._matcher.push(self._detokenizer.push([token]))
+        may_stop = self._early <= 0
+        self._early -= 1
+        return self._matcher.push(self._detokenizer.push([token]), may_stop)
 
     def flush(self) -> str:
         """Ends the stream: returns what was held back; bytes of an unfinished character come out as U+FFFD."""

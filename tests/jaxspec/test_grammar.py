@@ -3,6 +3,8 @@
 import functools
 import json
 import re
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -127,6 +129,8 @@ def test_masks_follow_the_tree(tokenizer: Tokenizer) -> None:
         ("json_schema", '{"enum": []}', "grammar: Unsatisfiable schema"),
         ("json_schema", '{"not": {}}', "grammar: Unimplemented keys"),
         ("lark", "start: missing", "grammar: "),
+        ("lark", "start: start", "grammar: found one that no answer can meet"),
+        ("regex", r"[^\s\S]", "grammar: found one that no answer can meet"),
     ],
 )
 def test_what_is_no_grammar_is_refused_at_once(tokenizer: Tokenizer, kind: str, source: str, message: str) -> None:
@@ -135,6 +139,72 @@ def test_what_is_no_grammar_is_refused_at_once(tokenizer: Tokenizer, kind: str, 
         made.add([1], SamplingParams(grammar=Grammar(kind, source)))
     assert "\n" not in str(error.value)
     assert not made.has_work
+
+
+def test_deeply_nested_grammars_are_compiled(tokenizer: Tokenizer) -> None:
+    """Each of these overflows the stack of an ordinary thread."""
+    rules = "".join(f"a{place}: a{place + 1}\n" for place in range(4999))
+    lark = Grammar("lark", f'start: a0\n{rules}a4999: "x"')
+    nested: dict[str, Any] = {"s0": {"type": "string"}}
+    nested |= {f"s{place}": {"type": "array", "items": {"$ref": f"#/$defs/s{place - 1}"}} for place in range(1, 3000)}
+    schema = Grammar("json_schema", json.dumps({"$defs": nested, "$ref": "#/$defs/s2999"}))
+    compiler = GrammarCompiler(tokenizer, VOCAB, (EOS,))
+    for grammar, first in ((lark, "x"), (schema, "[")):
+        matcher = compiler.matcher(grammar)
+        matcher.advance(tokenizer.encode(first))
+        assert not matcher.failed
+
+
+def test_a_grammar_is_tried_out_first(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = GrammarCompiler(tokenizer, VOCAB, (EOS,))
+    compiler.prepare(Grammar("regex", "a"), tried=True)
+    with pytest.raises(ValueError, match="grammar: .*invalid regex"):
+        compiler.prepare(Grammar("regex", "("), tried=True)
+    monkeypatch.setattr("jaxspec.grammar_trial.SECONDS", 1)
+    began = time.monotonic()
+    with pytest.raises(ValueError, match="grammar: found one that takes more than 1 s to compile"):
+        compiler.prepare(Grammar("regex", "a?" * 30_000), tried=True)
+    assert time.monotonic() - began < 5
+    monkeypatch.setattr("jaxspec.grammar_trial.sys.executable", "/bin/false")
+    with pytest.raises(ValueError, match=r"grammar: found one that can't be compiled \(exit 1\)"):
+        compiler.prepare(Grammar("regex", "b"), tried=True)
+    monkeypatch.setattr("jaxspec.grammar_trial.SECONDS", 0.01)
+    monkeypatch.setattr("jaxspec.grammar_trial._free", threading.Semaphore(0))
+    with pytest.raises(TimeoutError, match="grammar: others take long to compile"):
+        compiler.prepare(Grammar("regex", "b"), tried=True)
+    compiler.prepare(Grammar("regex", "a"), tried=True)  # as it still is compiled
+
+
+def test_compiled_grammars_are_kept_and_matchers_are_apart(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = GrammarCompiler(tokenizer, VOCAB, (EOS,))
+    first = compiler.matcher(Grammar("regex", "ab"))
+    first.advance(tokenizer.encode("ab"))
+    second = compiler.matcher(Grammar("regex", "ab"))
+    second.advance([*tokenizer.encode("ab"), EOS])
+    assert [first.failed, second.failed] == [False, False]
+    first.advance(tokenizer.encode("c"))
+    assert first.failed
+    monkeypatch.setattr("jaxspec.grammar.KEPT", 2)
+    for source in "abc":
+        compiler.prepare(Grammar("regex", source))
+    assert [grammar.source for grammar in compiler._prepared] == ["b", "c"]
+
+
+def test_an_answer_that_can_neither_go_on_nor_end_says_so(tokenizer: Tokenizer) -> None:
+    stuck = SamplingParams(temperature=0, min_tokens=5, max_tokens=20, grammar=Grammar("regex", "yes"))
+    plan = Plan(0, [1, 2], tokenizer.encode("yes"), [(7, 0)] * LIMIT)
+    made = engine(tokenizer, 8, 1, oracle([plan], 8, 7, 1))
+    told: list[str] = []
+    made._programs.report = told.append
+    [answer] = made.generate([[1, 2]], stuck)
+    assert answer.finish_reason == "grammar"
+    assert any(line.startswith("compiled draft of decode 4 slot(s), ") for line in told)
+    assert tokenizer.decode(answer.tokens).startswith("yes")
+    assert not made.has_work
+    [answer] = made.generate([[1, 2]], replace(stuck, min_tokens=3))
+    assert answer.finish_reason == "stop"
 
 
 def test_an_engine_without_a_tokenizer_and_endless_answers_are_refused() -> None:

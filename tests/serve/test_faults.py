@@ -221,6 +221,25 @@ async def test_a_cancelled_call_is_aborted_by_the_next_step(engine, unary):
 
 
 @within(20)
+async def test_answers_that_are_not_complete_are_counted(engine, monkeypatch):
+    def finished(server):
+        families = {family.name: family for family in server._metrics._own.collect()}
+        samples = families["jaxspec_request_success"].samples
+        return {s.labels["finished_reason"]: s.value for s in samples if s.name.endswith("_total")}
+
+    monkeypatch.setattr(serve.server, "LINGER_SECONDS", 0.1)
+    async with serving(engine) as (server, channel, _):
+        call = await begun(channel, request(4000, sampling=pb.SamplingOptions(choices=2)))
+        call.cancel()
+        await until(lambda: finished(server) == {"abort": 2})
+        await generate(channel, request())
+        call = await begun(channel, request(4000))
+        engine.fault = RuntimeError("fault")
+        await code_of(rest(call))
+        await until(lambda: finished(server) == {"abort": 2, "length": 1, "error": 1})
+
+
+@within(20)
 async def test_a_request_that_waits_can_be_cancelled(engine):
     async with serving(engine) as (_, channel, _):
         running = [await begun(channel, request(4000)) for _ in range(2)]

@@ -466,18 +466,21 @@ INVALID, UNIMPLEMENTED = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMP
             "sampling.logit_bias",
             "found 301 tokens, expected at most 300",
         ),
+        (request(max_tokens=None, stopping__min_tokens=1020), INVALID, "stopping.min_tokens", "expected 0 to 1019"),
         (request(stopping__min_tokens=25), INVALID, "stopping.min_tokens", "found 25, expected 0 to 24"),
         (request(output__logprobs=21), INVALID, "output.logprobs", "found 21, expected 0 to 20"),
         (request(output__prompt_logprobs=-1), INVALID, "output.prompt_logprobs", "found -1, expected 0 to 20"),
         (request(structured_output__regex="a("), INVALID, "structured_output", "invalid regex"),
         (request(structured_output__json_schema="{"), INVALID, "structured_output", "at line 1"),
         (request(structured_output__json_schema='{"enum": []}'), INVALID, "structured_output", "Unsatisfiable"),
+        (request(structured_output__regex=r"[^\s\S]"), INVALID, "structured_output", "no answer can meet"),
+        (request(structured_output__regex="(" * 20_000), INVALID, "structured_output", "(((( … (((("),
         (request(structured_output__grammar="start: x"), INVALID, "structured_output", "x"),
         (
             request(structured_output__regex="a" * 300_000),
             INVALID,
             "structured_output.regex",
-            "found 300000 characters, expected 1 to 262144",
+            "found 300000 characters, expected 1 to 65536",
         ),
         (
             request(structured_output__regex="a", stopping__ignore_eos=True),
@@ -542,6 +545,37 @@ def test_bad_input_names_field_and_limit(generation, built, code, field, message
     assert raised.value.code() == code
 
 
+def test_the_message_of_a_very_long_value_still_arrives(generation, admin):
+    for call in (
+        lambda: generation.Generate(request(model="\N{SAILBOAT}" * 100_000)),
+        lambda: admin.Abort(admin_pb2.AbortRequest(request_ids=["x" * 100_000])),
+    ):
+        with pytest.raises(grpc.RpcError) as raised:
+            call()
+        assert raised.value.code() == grpc.StatusCode.NOT_FOUND
+        assert ": found '" in raised.value.details()
+        assert ", expected " in raised.value.details()
+
+
+def test_an_answer_that_its_grammar_leaves_no_token_fails(generation):
+    stuck = request(structured_output__regex="yes", stopping__min_tokens=9)
+    events = generation.GenerateStream(pb.GenerateStreamRequest(request=stuck))
+    with pytest.raises(grpc.RpcError) as raised:
+        list(events)
+    assert raised.value.code() == grpc.StatusCode.FAILED_PRECONDITION
+    assert raised.value.details().startswith("structured_output: found an answer that can neither go on nor end here")
+
+
+def test_min_tokens_may_be_many_where_max_tokens_is_unset_and_hold_for_stop_strings(generation):
+    call = begun(generation, request(stopping__min_tokens=300, max_tokens=None))
+    call.cancel()
+    text = generation.Generate(request()).choices[0].text
+    stops = [text[3:5], text[10:12]]
+    early = generation.Generate(request(stopping__stop=stops)).choices[0]
+    late = generation.Generate(request(stopping__stop=stops, stopping__min_tokens=20)).choices[0]
+    assert len(early.token_ids) < 20 < len(late.token_ids)
+
+
 @pytest.mark.parametrize("depth", [900, 1500])
 def test_deeply_nested_values_are_refused(generation, depth):
     """Where is up to Python: in the JSON, in the template or in the prompt that it makes."""
@@ -569,6 +603,15 @@ def test_malformed_messages(channel, data, code, message):
         call(data, timeout=20)
     assert raised.value.code() == code
     assert message in raised.value.details()
+
+
+@pytest.mark.parametrize("method", ["GenerationService/GenerateStream", "ModelService/Tokenize", "AdminService/Drain"])
+def test_no_call_ignores_a_field(channel, method):
+    call = channel.unary_stream(f"/jaxspec.v1.{method}")
+    with pytest.raises(grpc.RpcError) as raised:
+        list(call(b"\xf8\x07\x01", timeout=20))
+    assert raised.value.code() == UNIMPLEMENTED
+    assert raised.value.details().startswith("request: found field number 127")
 
 
 def test_admin_calls_name_what_is_wrong(admin):

@@ -13,6 +13,7 @@ from jaxspec.v1 import admin_pb2, admin_pb2_grpc, model_pb2, model_pb2_grpc
 from model.tokenizer import Tokenizer
 from serve.refusal import Refusal
 from serve.security import Security, is_loopback, is_loopback_peer, read_token
+from serve.server_config import ServerConfig
 from tests.published import write_byte_tokenizer
 from tests.serve.scripted_engine import ScriptedEngine, serving
 
@@ -96,6 +97,13 @@ def test_an_open_port_is_warned_of(tmp_path):
     assert "to everyone" not in Security(token=TOKEN).warning("0.0.0.0")
     assert Security(certificate=file, key=file, token=TOKEN).warning("0.0.0.0") is None
     assert Security(certificate=file, key=file, client_authority=file).warning("::") is None
+    safe = {"name": "tiny", "security": Security(certificate=file, key=file, token=TOKEN)}
+    assert not list(ServerConfig(**safe, host="0.0.0.0").warnings())
+    [metrics] = ServerConfig(**safe, host="0.0.0.0", metrics_port=9400).warnings()
+    assert "metrics on 0.0.0.0, port 9400, are open to all" in metrics
+    assert not list(ServerConfig(**safe, metrics_port=9400).warnings())
+    [dialect] = ServerConfig(**safe, dialect="vllm").warnings()
+    assert "the smg gateway carries no token" in dialect
 
 
 @pytest.mark.parametrize(
@@ -127,6 +135,25 @@ def pems(tmp_path_factory):
     server.cert_chain_pems[0].write_to_path(folder / "cert.pem")
     server.private_key_pem.write_to_path(folder / "key.pem")
     return folder, client.private_key_pem.bytes(), client.cert_chain_pems[0].bytes()
+
+
+@pytest.mark.parametrize(
+    ("certificate", "key", "authority", "message"),
+    [
+        ("cert.pem", "cert.pem", None, "--tls-key .*expected a certificate and its key"),
+        ("key.pem", "key.pem", None, "--tls-cert .*expected a certificate and its key"),
+        ("cert.pem", "other.pem", None, "key values mismatch, expected a certificate and its key"),
+        ("cert.pem", "key.pem", "junk.pem", "--tls-client-ca .*: .*, expected certificates"),
+        ("cert.pem", "key.pem", "key.pem", "--tls-client-ca .*: .*, expected certificates"),
+    ],
+)
+def test_files_that_make_no_tls_are_told_apart(pems, certificate, key, authority, message):
+    folder, client_key, _ = pems
+    (folder / "other.pem").write_bytes(client_key)
+    (folder / "junk.pem").write_text("-----BEGIN CERTIFICATE-----\nMIIB\n-----END CERTIFICATE-----\n")
+    security = Security(folder / certificate, folder / key, folder / authority if authority else None)
+    with pytest.raises(ValueError, match=message):
+        security.credentials()
 
 
 @pytest.mark.parametrize("mutual", [False, True])

@@ -236,11 +236,14 @@ def test_a_chat_goes_on(server, channel):
     assert "τ 1." in err
 
 
-def test_a_chat_tells_what_is_wrong(server):
-    code, out, err = chat(server, ["Hello"], "--temperature", -1)
-    assert (code, out) == (1, "")
-    assert "error: sampling.temperature: found -1.0, expected 0.0 to 100.0 (INVALID_ARGUMENT)" in err
-    assert "Traceback" not in err
+def test_a_chat_goes_on_after_words_that_are_too_long(server):
+    options = ("--temperature", 0, "--max-tokens", 5)
+    code, out, err = chat(server, ["Hello " * 300, "Hello " * 1000, "Hello"], *options)
+    assert code == 0, err
+    assert "error: conversation: found " in err
+    assert "(INVALID_ARGUMENT)" in err
+    assert "larger than max" in err
+    assert out == chat(server, ["Hello"], *options)[1]
 
 
 @pytest.mark.parametrize(

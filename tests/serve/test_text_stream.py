@@ -76,6 +76,26 @@ def test_whole_characters_token_by_token(text, stops):
     assert stream.matched == (expected and expected[0])
 
 
+def test_a_stop_string_counts_only_after_so_many_tokens():
+    class Letters:
+        def push(self, ids):
+            return "".join(map(chr, ids))
+
+        def flush(self):
+            return ""
+
+    for least, expected, matched in (
+        (0, "x", "ab"),
+        (2, "x", "ab"),
+        (3, "xa", "ba"),
+        (4, "xab", "ab"),
+        (9, "xabababa", None),
+    ):
+        stream = TextStream(Letters(), ["ab", "ba"], min_tokens=least)
+        text = "".join(stream.push(ord(letter)) for letter in "xabababa") + stream.flush()
+        assert (text, stream.matched) == (expected, matched)
+
+
 def test_an_unfinished_character_ends_as_a_replacement_that_may_stop():
     stream = TextStream(Bytes(), ["\ufffd"])
     assert stream.push("é".encode()[0]) == ""

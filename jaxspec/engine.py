@@ -118,6 +118,10 @@ class Engine:
             None if drafter is None else describe_checkpoint(open_checkpoint(drafter), "drafter"),
             config,
         )
+        if (config.max_context or 0) > plan.max_context:
+            raise ValueError(
+                f"EngineConfig.max_context: found {config.max_context}, expected at most the models' {plan.max_context}"
+            )
         free = available_bytes(mesh)
         tokens = config.cache_tokens or config.max_context or plan.max_context
         if free is not None and (refusal := plan.shortfall(int(config.memory_fraction * free), tokens)):

@@ -240,6 +240,10 @@ def prefill(
     causal = jnp.broadcast_to(jnp.tril(jnp.ones((chunk, chunk), bool)), (tokens.shape[0], chunk, chunk))
     output = target(ForwardBatch(tokens, positions, page_table, start, causal), caches.target, drafting.taps)
     keep = jnp.arange(chunk) < count[:, None]
+    for late in (*jax.tree.leaves(output.rows)[-1:], output.tapped, *([output.hidden] if log_probs else [])):
+        # Always true, which the compiler cannot know: no row is written before all contexts have been read. Where a
+        # layer's rows may be written before its context is read, the compiler copies the pool first.
+        keep &= ~(late.reshape(-1)[:1] > jnp.inf).any()
     caches = Caches(
         target=write_rows(caches.target, output.rows, page_table, positions, keep, target.layout.shares("page_rows")),
         drafter=write_rows(

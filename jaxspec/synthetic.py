@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from jaxspec.shapes import ModelPair
-from model.cache import PagedCache, RowSpec, pool_spec
+from model.cache import BITS, PagedCache, RowSpec, pool_dtype, pool_spec
 from model.families import FAMILIES
 from model.parameters import WeightSpec, fill
 
@@ -32,7 +32,8 @@ def random_cache(module: Any, pages: int, page_size: int, mesh: Mesh, dtype: Any
     def pool(spec: RowSpec) -> jax.Array:
         sharding = NamedSharding(mesh, pool_spec(spec, module.layout))
         pool_key = jax.random.fold_in(key, next(made))
-        return _normal(pool_key, (pages, page_size, *spec.shape), dtype, sharding, 0.0, 1.0)
+        values = _normal(pool_key, (pages, page_size, *spec.shape), dtype, sharding, 0.0, 1.0)
+        return jax.lax.bitcast_convert_type(values, BITS) if pool_dtype(dtype, mesh) == BITS else values
 
     return jax.tree.map(pool, module.cache_rows, is_leaf=lambda node: isinstance(node, RowSpec))
 

@@ -72,7 +72,8 @@ def plan_recipes(
         names = tuple(pattern.format(i) for i in range(spec.shape[0])) if stacked else (pattern,)
         shape = spec.shape[1:] if stacked else spec.shape
         dtypes = (dtype,) if dtype not in FLOAT_DTYPES or spec.name.endswith(".weight_scale") else FLOAT_DTYPES
-        if scheme == "fp8" and dtype in FLOAT_DTYPES and pattern in places and source.tensors[pattern].dtype == FP8:
+        matrix = dtype in FLOAT_DTYPES and len(shape) == 2
+        if scheme == "fp8" and matrix and pattern in places and source.tensors[pattern].dtype == FP8:
             scale, dtypes = f"{pattern}_scale_inv", (FP8,)
             needs[scale] = _Need(fp8.scale_shape(shape), FLOAT_DTYPES)
         needs |= dict.fromkeys(names, _Need(shape, dtypes))
@@ -164,7 +165,7 @@ def _mismatches(source: Source, needs: Mapping[str, _Need]) -> list[str]:
         if tensor.shape != need.shape:
             misshapen.append(f"{name} (found {list(tensor.shape)}, expected {list(need.shape)})")
         if tensor.dtype not in need.dtypes:
-            unreadable.append(f"{name} ({tensor.dtype})")
+            unreadable.append(f"{name} (found {tensor.dtype}, expected {' or '.join(need.dtypes)})")
     kinds = {"missing": missing, "misshapen": misshapen, "unsupported dtype": unreadable}
     return [f"{kind} {_listed(names)}" for kind, names in kinds.items() if names]
 

@@ -7,6 +7,9 @@ are clipped and masked by length, writes are dropped.
 
 A model may split the rows of each page over the mesh ("page_rows" of its layout): device d then holds the d-th part of
 every page, so that a context is spread evenly whatever its length.
+
+On CPUs bfloat16 pools are kept as their bits, uint16: the compiler has no bfloat16 scatter there, and would turn the
+whole pool into float32 and back for every commit.
 """
 
 from dataclasses import dataclass
@@ -20,6 +23,7 @@ from sharding.collectives import device_index
 from sharding.layout import Layout
 
 PagedCache = tuple[tuple[jax.Array, ...], ...]
+BITS = jnp.uint16  # The dtype of a pool of bfloat16 values that is kept as bits.
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,11 @@ def key_value_rows(layers: int, kv_heads: int, head_dim: int) -> tuple[tuple[Row
     return ((row, row),) * layers
 
 
+def pool_dtype(dtype: Any, mesh: jax.sharding.Mesh) -> Any:
+    """What a pool of values of `dtype` is kept as."""
+    return BITS if dtype == jnp.bfloat16 and mesh.devices.flat[0].platform == "cpu" else dtype
+
+
 def empty_cache(
     specs: tuple[tuple[RowSpec, ...], ...],
     pages: int,
@@ -50,10 +59,11 @@ def empty_cache(
     dtype: Any,
 ) -> PagedCache:
     """Pools of zeros, `[pages, page_size, *row]`, split over the mesh as the layout says."""
+    kept = pool_dtype(dtype, mesh)
 
     def pool(spec: RowSpec) -> jax.Array:
         sharding = jax.sharding.NamedSharding(mesh, pool_spec(spec, layout))
-        return jnp.zeros((pages, page_size, *spec.shape), dtype, device=sharding)
+        return jnp.zeros((pages, page_size, *spec.shape), kept, device=sharding)
 
     return jax.tree.map(pool, specs, is_leaf=lambda node: isinstance(node, RowSpec))
 
@@ -68,6 +78,8 @@ def context_rows(pool: jax.Array, page_table: jax.Array) -> jax.Array:
       [batch, width * page_size, ...]; rows at or past the context's length are whatever the pages held.
     """
     rows = pool.at[page_table].get(mode="clip")
+    if rows.dtype == BITS:
+        rows = jax.lax.bitcast_convert_type(rows, jnp.bfloat16)
     return rows.reshape(rows.shape[0], rows.shape[1] * rows.shape[2], *rows.shape[3:])
 
 
@@ -110,7 +122,11 @@ def write_rows(
 
     def write(pool: jax.Array, new: jax.Array) -> jax.Array:
         flat = pool.reshape(pages * local, *pool.shape[2:])
-        new = new.reshape(-1, *new.shape[2:]).astype(pool.dtype)
+        new = new.reshape(-1, *new.shape[2:])
+        if pool.dtype == BITS:
+            new = jax.lax.bitcast_convert_type(new.astype(jnp.bfloat16), BITS)
+        else:
+            new = new.astype(pool.dtype)
         return flat.at[slots].set(new, mode="drop").reshape(pool.shape)
 
     return jax.tree.map(write, cache, rows)

@@ -126,7 +126,8 @@ def layout_of(config: KimiConfig, devices: int, placement: Placement = DEFAULT_P
     if experts[1] % devices:
         raise ValueError(
             f"EngineConfig.expert_layout: found {placement.experts!r}, whose {experts[1]} parts of the experts "
-            f"{devices} devices do not divide"
+            f"{devices} devices do not divide, expected a number of devices that divides them; change devices or "
+            "expert_layout"
         )
     if placement.page_rows % devices:
         raise ValueError(

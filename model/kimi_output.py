@@ -223,10 +223,11 @@ class KimiOutput:
     def _end_call(self) -> None:
         if self._part == _Part.CALL_ID:
             self._begin_arguments()
-        if not self._call.begun:
-            self._say_arguments("{}")
-        if self._call.name is None:
-            self._announce(_best_match(self._call.arguments, self._functions) or self._call.heading.strip())
+        if self._call.heading.strip() or self._call.begun:  # Else there is nothing to tell a function by.
+            if not self._call.begun:
+                self._say_arguments("{}")
+            if self._call.name is None:
+                self._announce(_best_match(self._call.arguments, self._functions) or self._call.heading.strip())
         self._part = _Part.BETWEEN_CALLS if self._in_section else _Part.CONTENT
 
     def _take(self) -> OutputDelta:

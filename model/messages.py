@@ -12,8 +12,15 @@ _FUNCTION_NAME = re.compile(r"[A-Za-z0-9_.-]+")
 
 
 def check_messages(messages: Sequence[Message]) -> None:
-    """Raises ValueError, naming the message and its part, unless each content is text, text parts or nothing."""
+    """Raises ValueError, naming the message and its part, unless each content is text, text parts or nothing.
+
+    A message without a role is refused, too: templates give it another's, that of the system message say.
+    """
     for place, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            raise ValueError(f"messages[{place}]: found {reprlib.repr(message)}, expected an object")
+        if not isinstance(message.get("role"), str) or not message["role"]:
+            raise ValueError(f"messages[{place}].role: found {reprlib.repr(message.get('role'))}, expected its name")
         where = f"messages[{place}].content"
         content = message.get("content")
         if isinstance(content, str | None):

@@ -119,6 +119,8 @@ class SafetensorsSource:
         self.tensors: Mapping[str, SourceTensor] = tensors
         self._places: dict[str, tuple[Path, int]] = {}  # A tensor's file and its first byte there.
         shards: dict[str, str] = dict(index)
+        if absent := [name for name in names if not (path / name).is_file()]:
+            raise ValueError(f"{path / absent[0]}: missing; weights are read from safetensors files only")
         for name in names:
             held = self._open(path / name)
             if strays := sorted(tensor for tensor in held if shards.setdefault(tensor, name) != name):
@@ -126,6 +128,8 @@ class SafetensorsSource:
             tensors |= held
         if missing := sorted(set(index) - set(tensors)):
             raise ValueError(f"{path / INDEX}: lists {missing[0]}, which {index[missing[0]]} does not hold")
+        if unlisted := sorted(set(tensors) - set(index)) if index else []:
+            raise ValueError(f"{path / INDEX}: does not list {unlisted[0]}, which {shards[unlisted[0]]} holds")
         used = [path / name for name in (CONFIG, INDEX, *names, *TOKENIZER_FILES, tiktoken_tokenizer.RANKS)]
         self.fingerprint = fingerprint([file for file in used if file.exists()])
 
@@ -156,8 +160,6 @@ class SafetensorsSource:
             tiktoken_tokenizer.read_tokenizer(self.path, config).save(str(folder / "tokenizer.json"), pretty=False)
 
     def _open(self, path: Path) -> dict[str, SourceTensor]:
-        if not path.is_file():
-            raise ValueError(f"{path}: missing; weights are read from safetensors files only")
         try:
             safe_open(path, framework="numpy")  # Checks that the header's tensors fill the file.
         except (SafetensorError, OSError) as error:

@@ -24,7 +24,7 @@ def decimals(option: str, text: str) -> list[float]:
 
 def byte_count(option: str, text: str) -> int:
     """ "96GB" → 96 · 10⁹, "80GiB" → 80 · 2³⁰; raises ValueError, naming the option, for anything else."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT])(i?)B\s*", text)
+    found = re.fullmatch(r"\s*([0-9]{1,12}(?:\.[0-9]+)?)\s*([KMGT])(i?)B\s*", text)
     if found is None:
         raise ValueError(f"{option}: found {text!r}, expected a number with KB, MB, GB, TB or KiB, MiB, GiB, TiB")
     number, prefix, binary = found.groups()

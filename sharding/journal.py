@@ -5,6 +5,8 @@ end the folder is renamed. The journal's first line says what is being written, 
 the same source and settings.
 """
 
+import errno
+import fcntl
 import json
 import os
 import shutil
@@ -18,6 +20,7 @@ from sharding.checkpoint import PARAMS, write_part
 from sharding.manifest import MANIFEST, Digests, Manifest, Part, partial_folder, write_manifest
 
 JOURNAL = "journal.jsonl"
+LOCK = "lock"  # Held by the process that writes; the system lets go of it when that process ends.
 
 
 class CheckpointWriter:
@@ -29,7 +32,7 @@ class CheckpointWriter:
       resume: continue an unfinished run of the same identity.
       overwrite: start again where an unfinished run is left, and replace a finished checkpoint at the end.
     Raises:
-      ValueError: if `folder` or an unfinished run is in the way, or `resume` finds another identity.
+      ValueError: if `folder` or an unfinished run is in the way, or still running, or `resume` finds another identity.
     """
 
     def __init__(self, folder: Path, identity: Mapping[str, Any], *, resume: bool, overwrite: bool):
@@ -38,6 +41,8 @@ class CheckpointWriter:
         self.finished: dict[str, Digests] = {}
         check_output(folder, overwrite)
         if self.partial.exists():
+            if resume or overwrite:
+                self._lock()
             if resume:
                 self._continue(identity)
             elif overwrite:
@@ -48,6 +53,7 @@ class CheckpointWriter:
                 )
         if not self.partial.exists():
             (self.partial / PARAMS).mkdir(parents=True)
+            self._lock()
             self._record(dict(identity))
 
     def add(self, part: Part, arrays: Mapping[str, np.ndarray]) -> None:
@@ -64,7 +70,20 @@ class CheckpointWriter:
             shutil.rmtree(self.folder)
         self.partial.rename(self.folder)
         (self.folder / JOURNAL).unlink()
+        (self.folder / LOCK).unlink()
+        os.close(self._locked)
         return manifest
+
+    def _lock(self) -> None:
+        """Makes sure that no other process writes this checkpoint, and keeps others from it."""
+        self._locked = os.open(self.partial / LOCK, os.O_WRONLY | os.O_CREAT)
+        try:
+            fcntl.lockf(self._locked, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                os.close(self._locked)
+                raise ValueError(f"{self.partial}: another process is writing it; wait until it has ended") from None
+            # Anything else: a file system without locks, on which one must take care oneself.
 
     def _continue(self, identity: Mapping[str, Any]) -> None:
         journal = self.partial / JOURNAL

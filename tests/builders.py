@@ -68,7 +68,7 @@ DFLASH = DFlashConfig(
 
 
 def random_weights(build: Callable[[], nnx.Module], layout: Layout, mesh: jax.sharding.Mesh, seed: int) -> Any:
-    """The module that `build` declares, float32, its matrices wide enough for peaked, varied outputs."""
+    """The module that `build` declares, its matrices wide enough for peaked, varied outputs."""
     rng = np.random.default_rng(seed)
 
     def leaf(spec: Any) -> jax.Array:
@@ -81,14 +81,18 @@ def random_weights(build: Callable[[], nnx.Module], layout: Layout, mesh: jax.sh
     return fill(build, leaf)
 
 
-def tiny_target(config: ModelConfig = GROUPED, devices: int = 1, seed: int = 0) -> llama.LlamaForCausalLM:
+def tiny_target(
+    config: ModelConfig = GROUPED, devices: int = 1, seed: int = 0, dtype: Any = jnp.float32
+) -> llama.LlamaForCausalLM:
     layout = llama.layout_of(config, devices)
-    return random_weights(lambda: llama.LlamaForCausalLM(config, layout, jnp.float32), layout, make_mesh(devices), seed)
+    return random_weights(lambda: llama.LlamaForCausalLM(config, layout, dtype), layout, make_mesh(devices), seed)
 
 
-def tiny_dflash(config: DFlashConfig = DFLASH, devices: int = 1, seed: int = 1) -> dflash.DFlashDrafter:
+def tiny_dflash(
+    config: DFlashConfig = DFLASH, devices: int = 1, seed: int = 1, dtype: Any = jnp.float32
+) -> dflash.DFlashDrafter:
     layout = dflash.layout_of(config, devices)
-    return random_weights(lambda: dflash.DFlashDrafter(config, layout, jnp.float32), layout, make_mesh(devices), seed)
+    return random_weights(lambda: dflash.DFlashDrafter(config, layout, dtype), layout, make_mesh(devices), seed)
 
 
 def on_mesh(devices: int, module: nnx.Module, body: Callable[..., Any]) -> Callable[..., Any]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -362,6 +363,19 @@ def test_warm_up_fits_the_smallest_engines(sizes: dict[str, int]) -> None:
     engine = Engine(tiny_target(), mesh=make_mesh(1), config=EngineConfig(slots=1, **sizes))
     engine.warm_up()
     assert not engine.has_work
+
+
+def test_no_program_copies_the_cache() -> None:
+    """Neither before it writes nor to convert it, bfloat16 on a CPU included."""
+    target, drafter = tiny_target(dtype=jnp.bfloat16), tiny_dflash(dtype=jnp.bfloat16)
+    config = EngineConfig(slots=1, max_context=32, cache_tokens=2**17)
+    engine = Engine(target, drafter, mesh=make_mesh(1), config=config, speculation=SpeculationConfig(4))
+    engine.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=2))
+    pool = min(pool.nbytes for pool in jax.tree.leaves(engine._caches))
+    used = {
+        str(key): program.memory_analysis().temp_size_in_bytes for key, program in engine._programs.compiled.items()
+    }
+    assert max(used.values()) < pool / 2, used
 
 
 def test_warm_up_and_description() -> None:

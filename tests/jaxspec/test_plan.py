@@ -232,6 +232,9 @@ class TestStartUp:
         with pytest.raises(ValueError, match="memory: the target's weights") as caught:
             Engine.from_checkpoints(*pair, config=EngineConfig(devices=8))
         assert str(caught.value) == k26.shortfall(CARD, 262144)
+        monkeypatch.setattr(jaxspec.engine, "plan_models", lambda *given: k26)
+        with pytest.raises(ValueError, match="max_context: found 262145, expected at most the models' 262144"):
+            Engine.from_checkpoints(*pair, config=EngineConfig(devices=8, max_context=262145))
 
     @pytest.mark.parametrize("kept", [0, 4])
     def test_a_cache_takes_what_fits(self, monkeypatch, kept):

@@ -6,7 +6,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model.cache import context_rows, write_rows
+from model.cache import RowSpec, context_rows, empty_cache, write_rows
+from sharding.layout import Layout
+from sharding.mesh import make_mesh
 
 PAGES, BATCH, WIDTH, ROWS = 7, 2, 3, 4
 
@@ -55,3 +57,15 @@ def test_rows_are_rounded_to_the_dtype_of_the_pool() -> None:
     ((written,),) = write_rows(((pool,),), ((jnp.full((1, 1, 1), 1 / 3),),), zeros, zeros, zeros == 0)
     assert written.dtype == jnp.bfloat16
     assert written[0, 0, 0] == jax.lax.convert_element_type(1 / 3, jnp.bfloat16)
+
+
+def test_bfloat16_is_kept_as_bits_where_there_is_no_scatter_of_it() -> None:
+    ((pool,),) = empty_cache(((RowSpec((2,), (None,)),),), 2, 1, Layout(1, ()), make_mesh(1), jnp.bfloat16)
+    assert pool.dtype == jnp.uint16
+    table, keep = np.array([[1]], np.int32), np.array([[True]])
+    rows = jnp.array([[[1 / 3, -jnp.inf]]])
+    ((written,),) = write_rows(((pool,),), ((rows,),), table, np.array([[0]], np.int32), keep)
+    found = context_rows(written, table)
+    assert found.dtype == jnp.bfloat16
+    assert (found == rows.astype(jnp.bfloat16)).all()
+    assert not written[0].any()

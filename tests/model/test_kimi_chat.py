@@ -227,6 +227,8 @@ def test_declarations(parameters, expected):
 @pytest.mark.parametrize(
     ("messages", "variables", "message"),
     [
+        (["Hi"], {}, r"messages\[0\]: found 'Hi', expected an object"),
+        ([{"content": "Hi"}], {}, r"messages\[0\].role: found None, expected its name"),
         (
             [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {}}]}],
             {},

@@ -225,7 +225,11 @@ def test_what_is_not_implemented_is_refused_by_name(raw: dict[str, Any], message
 @pytest.mark.parametrize(
     ("placement", "devices", "message"),
     [
-        (Placement("tensor"), 3, "expert_layout: found 'tensor', whose 64 parts of the experts 3 devices"),
+        (
+            Placement("tensor"),
+            3,
+            "expert_layout: found 'tensor', whose 64 parts of the experts 3 devices do not divide, expected",
+        ),
         (Placement("expert"), 5, "expert_layout: found 'expert', whose 384 parts of the experts 5 devices"),
         (Placement(page_rows=12), 8, "page_size: found 12, expected a multiple of 8 devices"),
     ],

@@ -66,6 +66,7 @@ NORMS = {
     "post_attention_layernorm": (HIDDEN,),
 }
 EXPERT = "model.layers.1.mlp.experts.11.down_proj."
+NORM = "model.layers.1.input_layernorm.weight"
 Tensors = dict[str, np.ndarray]
 
 
@@ -250,11 +251,15 @@ def poisoned(name: str, value: float) -> Callable[[Tensors], None]:
             having(weight_scale=np.ones((160, 7), BF16)),
             r"misshapen NAMEweight_scale \(found \[160, 7\], expected",
         ),
-        ("int4", having(weight_scale=np.ones((160, 8), np.float16)), r"unsupported dtype NAMEweight_scale \(float16\)"),
+        (
+            "int4",
+            having(weight_scale=np.ones((160, 8), np.float16)),
+            r"unsupported dtype NAMEweight_scale \(found float16, expected ",
+        ),
         (
             "int4",
             having(weight_packed=np.ones((160, 32), np.float32)),
-            r"unsupported dtype NAMEweight_packed \(float32\)",
+            r"unsupported dtype NAMEweight_packed \(found float32, expected ",
         ),
         (
             "int4",
@@ -275,7 +280,12 @@ def poisoned(name: str, value: float) -> Callable[[Tensors], None]:
             having(weight_scale_inv=np.ones((2, 3), np.float32)),
             r"misshapen NAMEweight_scale_inv \(found \[2, 3\], e",
         ),
-        ("fp8", having(weight=np.ones((160, 256), BF16)), r"unsupported dtype NAMEweight \(bfloat16\)"),
+        ("fp8", having(weight=np.ones((160, 256), BF16)), r"unsupported dtype NAMEweight \(found bfloat16, expected "),
+        (
+            "fp8",
+            lambda tensors: tensors.update({NORM: tensors[NORM].astype(ml_dtypes.float8_e4m3fn)}),
+            r"unsupported dtype \S+input_layernorm\.weight \(found float8_e4m3fn, expected ",
+        ),
         ("fp8", poisoned(EXPERT + "weight", np.nan), r"NAMEweight has NaN or infinite values"),
         (
             "fp8",
@@ -285,7 +295,7 @@ def poisoned(name: str, value: float) -> Callable[[Tensors], None]:
         (
             None,
             having(weight=np.ones((160, 256), ml_dtypes.float8_e4m3fn)),
-            r"unsupported dtype NAMEweight \(float8_e4m3fn",
+            r"unsupported dtype NAMEweight \(found float8_e4m3fn",
         ),
         (None, having(weight_scale_inv=np.ones((2, 2), np.float32)), r"unmapped NAMEweight_scale_inv$"),
     ],

@@ -99,6 +99,7 @@ CASES = [
     (SECTION + call(":1", '{"top": 1}'), False, ("", "", [("functions.search:4", "search", '{"top": 1}')])),
     (SECTION + call("functions.2", ""), False, ("", "", [("functions.search:4", "search", "{}")])),
     (OPEN + "3" + ARGUMENTS + '{"path"', False, ("", "", [("functions.search:4", "search", '{"path"')])),
+    (SECTION + OPEN + call("", " ") + call("now", ""), False, ("", "", [("functions.now:4", "now", "{}")])),
     # Cut off, or not closed.
     (OPEN + "functions.sea", False, ("", "", [])),
     (OPEN + "search:0" + ARGUMENTS + '{"a": ', False, ("", "", [("functions.search:4", "search", '{"a":')])),

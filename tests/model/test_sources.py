@@ -114,6 +114,16 @@ def double_unlisted_tensor(folder: Path) -> None:
     save_file({"b": np.ones(5, np.float32), "c": np.ones(1, np.float32)}, folder / "model-2.safetensors")
 
 
+def hold_unlisted_tensor(folder: Path) -> None:
+    save_file({"a": np.ones((2, 3), np.float32), "c": np.ones(1, np.float32)}, folder / "model-1.safetensors")
+
+
+def name_missing_shard(folder: Path) -> None:
+    index = {"weight_map": {"a": "model-9.safetensors", "b": "model-2.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    save_file({"a": np.ones((2, 3), np.float32), "b": np.ones(5, np.float32)}, folder / "model-2.safetensors")
+
+
 def nest_json(folder: Path) -> None:
     (folder / "config.json").write_text("[" * 100_000)
 
@@ -124,6 +134,8 @@ def nest_json(folder: Path) -> None:
         (swap_shards, r"model-1\.safetensors: holds a, which belongs in model-2\.safetensors"),
         (double_tensor, r"model-2\.safetensors: holds a, which belongs in model-1\.safetensors"),
         (double_unlisted_tensor, r"model-2\.safetensors: holds c, which belongs in model-1\.safetensors"),
+        (hold_unlisted_tensor, r"index\.json: does not list c, which model-1\.safetensors holds"),
+        (name_missing_shard, r"model-9\.safetensors: missing"),
         (nest_json, r"config\.json: not JSON"),
         (damage_truncate, r"model-2\.safetensors: truncated or not a safetensors file"),
         (damage_header, r"model-1\.safetensors: truncated or not a safetensors file"),

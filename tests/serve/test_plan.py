@@ -92,6 +92,7 @@ def test_a_config_alone_and_a_converted_checkpoint_give_one_plan(run, tmp_path):
     ("options", "message"),
     [
         (("--device-memory", "96"), "--device-memory: found '96', expected a number with KB, MB, GB, TB or KiB"),
+        (("--device-memory", "9" * 400 + "TB"), "--device-memory: found '999"),
         (("--device-memory", "0GB"), "--device-memory, --device-bandwidth: found 0, expected more"),
         (("--max-context", "129"), "--max-context: found 129, expected at most the models' 128 tokens"),
         (("--memory-fraction", "1.5"), "EngineConfig.memory_fraction: found 1.5, expected 0.01 to 1.0"),

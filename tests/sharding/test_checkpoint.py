@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 from sharding.checkpoint import PARAMS, load_arrays, verify
-from sharding.journal import JOURNAL, CheckpointWriter
+from sharding.journal import JOURNAL, LOCK, CheckpointWriter
 from sharding.manifest import MANIFEST, Manifest, Part, Tensor, partition, read_manifest, seal
 from sharding.mesh import TENSOR_AXIS, make_mesh
 
@@ -342,6 +344,21 @@ def test_a_run_killed_before_its_first_journal_line_starts_again(tmp_path, array
     parts = partition(GROUPS)
     write(tmp_path / "model", arrays, parts, resume=True).finish({}, parts)
     verify(tmp_path / "model", read_manifest(tmp_path / "model"))
+
+
+@pytest.mark.parametrize("option", ["resume", "overwrite"])
+def test_a_run_that_still_goes_on_is_not_taken_over(tmp_path, arrays, option):
+    partial = tmp_path / "model.partial"
+    partial.mkdir()
+    holds = "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.lockf(f, fcntl.LOCK_EX); print(flush=True); input()"
+    command = [sys.executable, "-c", holds, str(partial / LOCK)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout.readline()
+        with pytest.raises(ValueError, match="partial: another process is writing it; wait until it has ended"):
+            write(tmp_path / "model", arrays, partition(GROUPS), **{option: True})
+        assert partial.is_dir()
+        other.communicate("\n")
+    write(tmp_path / "model", arrays, partition(GROUPS), **{option: True}).finish({}, partition(GROUPS))
 
 
 def test_another_source_does_not_resume(tmp_path, arrays):

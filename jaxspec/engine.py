@@ -16,7 +16,7 @@ from jaxspec.config import MAX_BUDGET, MAX_STOP_IDS, EngineConfig, SamplingParam
 from jaxspec.drafting import MakeDrafting, dflash_drafting
 from jaxspec.grammar import Grammar, GrammarCompiler
 from jaxspec.log_probs import TokenLogProb, host_log_probs
-from jaxspec.memory import available_bytes, cache_bytes_per_token, max_context, page_count
+from jaxspec.memory import available_bytes, cache_bytes_per_token, max_context, page_count, wanted_context
 from jaxspec.plan import placement_of, plan_models
 from jaxspec.programs import DecodeShape, PrefillShape, Programs, bucket, replicate
 from jaxspec.requests import Completion, EngineLoad, Request, RequestOutput, RoundCounts
@@ -118,12 +118,9 @@ class Engine:
             None if drafter is None else describe_checkpoint(open_checkpoint(drafter), "drafter"),
             config,
         )
-        if (config.max_context or 0) > plan.max_context:
-            raise ValueError(
-                f"EngineConfig.max_context: found {config.max_context}, expected at most the models' {plan.max_context}"
-            )
+        context = wanted_context(config, plan.max_context)
         free = available_bytes(mesh)
-        tokens = config.cache_tokens or config.max_context or plan.max_context
+        tokens = config.cache_tokens or context
         if free is not None and (refusal := plan.shortfall(int(config.memory_fraction * free), tokens)):
             raise ValueError(refusal)
         report(f"loading target {target}")
@@ -308,8 +305,6 @@ class Engine:
                     if output.finish_reason is not None:
                         unfinished.remove(output.request_id)
         return [Completion.joined(outputs) for outputs in parts.values()]
-
-    # Sizes
 
     @functools.cached_property
     def _grammars(self) -> GrammarCompiler:

@@ -27,15 +27,20 @@ def cache_bytes_per_token(target: Any, drafter: Any) -> int:
     return total
 
 
+def wanted_context(config: EngineConfig, limit: int) -> int:
+    """Tokens that a request may reach, of models that know `limit`; raises ValueError where more are wanted."""
+    wanted = config.max_context or limit
+    if wanted > limit:
+        raise ValueError(f"EngineConfig.max_context: found {wanted}, expected at most the models' {limit}")
+    return wanted
+
+
 def max_context(config: EngineConfig, target: Any, drafter: Any) -> int:
     """Tokens that a request may reach; raises ValueError where more are wanted than the models know."""
     limit = target.config.max_position_embeddings
     if isinstance(drafter, DFlashDrafter):
         limit = min(limit, drafter.config.max_position_embeddings)
-    wanted = config.max_context or limit
-    if wanted > limit:
-        raise ValueError(f"EngineConfig.max_context: found {wanted}, expected at most the models' {limit}")
-    return wanted
+    return wanted_context(config, limit)
 
 
 def page_count(config: EngineConfig, context: int, target: Any, drafter: Any, mesh: jax.sharding.Mesh) -> int:

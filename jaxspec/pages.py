@@ -6,6 +6,7 @@ rows are written, and nobody writes into it any more.
 """
 
 import collections
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -79,8 +80,10 @@ class PageAllocator:
         held = list(pages)
         if not self._keep_prefixes:
             return held
-        node = self._root
-        for place, part in enumerate(self._parts(tokens)):
+        # Those that are in the tree already come first.
+        known = sum(1 for _ in itertools.takewhile(self._kept.__contains__, held))
+        node = self._kept[held[known - 1]] if known else self._root
+        for place, part in enumerate(self._parts(tokens[known * self._page_size :]), start=known):
             child = node.children.get(part)
             if child is None:
                 child = node.children[part] = self._kept[held[place]] = _Prefix(held[place], part, node, holders=1)

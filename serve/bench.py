@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from serve.bench_share import ShareSettings, print_share, time_share
-from serve.options import DTYPES, distinct, integers, one_of, within
+from serve.options import DTYPES, Devices, distinct, integers, one_of, within
 from serve.startup import StartUp, bad_input, use_compilation_cache
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def bench_command(
         str | None, Option(help="Tokens of context; several with --shard.  [default: 1024; 1024,32768 with --shard]")
     ] = None,
     batch: Annotated[int, Option(help="Sequences decoded at once.")] = 1,
-    devices: Annotated[int, Option(help="Devices to spread the model over.")] = 1,
+    devices: Devices = 1,
     drafter_layers: Annotated[int | None, Option(help="The drafter's layers; by default the shape's.")] = None,
     block_size: Annotated[int | None, Option(help="The drafter's block; by default the shape's.")] = None,
     top_k_cap: Annotated[int, Option(help="Drafter's best tokens considered at each depth.")] = 16,

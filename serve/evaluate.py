@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from jaxspec.config import EngineConfig, SamplingParams, SpeculationConfig
-from serve.options import DTYPES, decimals, distinct, integers, one_of, within
+from serve.options import DTYPES, Devices, decimals, distinct, integers, one_of, within
 from serve.startup import StartUp, bad_input, use_compilation_cache
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def evaluate_command(
         int, Option(help="Drafter's best tokens considered at each depth.")
     ] = SpeculationConfig.top_k_cap,
     seed: Annotated[int, Option(help="Seed of all sampling.")] = 0,
-    devices: Annotated[int, Option(help="Devices to spread the model over.")] = EngineConfig.devices,
+    devices: Devices = EngineConfig.devices,
     dtype: Annotated[str | None, Option(help="bfloat16, float16 or float32; by default the target's own.")] = None,
     overwrite: Annotated[bool, Option("--overwrite", help="Replace an existing output.")] = False,
     more_prompts: Annotated[list[Path] | None, typer.Argument(metavar="[FILE]...", help="More prompt files.")] = None,

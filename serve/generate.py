@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from jaxspec.config import EngineConfig, SamplingParams, SpeculationConfig
+from serve.options import Devices, ExpertLayout, ShardCache
 from serve.startup import StartUp, bad_input, banner, use_compilation_cache
 
 Option = typer.Option
@@ -32,13 +33,9 @@ def generate_command(
     ] = SamplingParams.min_p,
     seed: Annotated[int | None, Option(help="Seed of the sampling; without it, a random one.")] = None,
     max_tokens: Annotated[int, Option(help="New tokens at most.")] = SamplingParams.max_tokens,
-    devices: Annotated[int, Option(help="Devices to spread the model over.")] = EngineConfig.devices,
-    expert_layout: Annotated[
-        str, Option(help="tensor splits each expert over the devices, expert gives a device whole ones.")
-    ] = EngineConfig.expert_layout,
-    shard_cache: Annotated[
-        str | None, Option(help="sequence spreads each page's rows over the devices, where the target allows it.")
-    ] = EngineConfig.shard_cache,
+    devices: Devices = EngineConfig.devices,
+    expert_layout: ExpertLayout = EngineConfig.expert_layout,
+    shard_cache: ShardCache = EngineConfig.shard_cache,
     as_json: Annotated[bool, Option("--json", help="Print one JSON object at the end, not text as it comes.")] = False,
 ) -> None:
     """Answer one prompt."""

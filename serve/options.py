@@ -1,7 +1,19 @@
-"""Checks of options: several numbers in one, and limits."""
+"""Options that several commands have, and checks: several numbers in one, and limits."""
 
 import re
 from collections.abc import Sequence
+from typing import Annotated
+
+from typer import Option
+
+Devices = Annotated[int, Option(help="Devices to spread the models over.")]
+ExpertLayout = Annotated[
+    str, Option(help="tensor splits each expert over the devices, expert gives a device whole ones.")
+]
+ShardCache = Annotated[
+    str | None, Option(help="sequence spreads each page's rows over the devices, where the target allows it.")
+]
+MemoryFraction = Annotated[float, Option(help="Share of each device's memory that weights and caches may take.")]
 
 # What an int32 and a uint32 of the API hold.
 LARGEST_COUNT, LARGEST_SEED = 2**31 - 1, 2**32 - 1

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from serve.options import byte_count
+from serve.options import Devices, ExpertLayout, MemoryFraction, ShardCache, byte_count
 from serve.startup import bad_input
 
 if TYPE_CHECKING:
@@ -22,18 +22,14 @@ def plan_command(
     target: Annotated[Path, Option(help="Folder of a target: converted, or with nothing but its config.json.")],
     device_memory: Annotated[str, Option(help="Memory of a device: 96GB, 80GiB.")],
     drafter: Annotated[Path | None, Option(help="Folder of its drafter, as --target.")] = None,
-    devices: Annotated[int, Option(help="Devices to spread the models over.")] = 1,
+    devices: Devices = 1,
     device_bandwidth: Annotated[str, Option(help="What a device reads of its memory in a second.")] = "1.79TB",
-    memory_fraction: Annotated[float, Option(help="Share of the memory for weights and caches.")] = 0.92,
+    memory_fraction: MemoryFraction = 0.92,
     max_context: Annotated[
         int | None, Option(help="Tokens that a request may reach; without it, as many as fit.")
     ] = None,
-    expert_layout: Annotated[
-        str, Option(help="tensor splits each expert over the devices, expert gives a device whole ones.")
-    ] = "tensor",
-    shard_cache: Annotated[
-        str | None, Option(help="sequence spreads the rows of the target's cache pages over the devices.")
-    ] = None,
+    expert_layout: ExpertLayout = "tensor",
+    shard_cache: ShardCache = None,
     page_size: Annotated[int, Option(help="Tokens of a cache page.")] = 16,
     as_json: Annotated[bool, Option("--json", help="Print one JSON object on stdout, no tables.")] = False,
 ) -> None:

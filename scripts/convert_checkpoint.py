@@ -2,7 +2,7 @@
 
 import typer
 
-from serve.convert import convert_command
+from jaxspec.serve.cli.convert import convert_command
 
 app = typer.Typer(add_completion=False)
 app.command()(convert_command)

@@ -10,13 +10,13 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxspec.config import EngineConfig, SamplingParams, SpeculationConfig
-from jaxspec.engine import Engine
-from jaxspec.requests import RequestStatistics
-from model.tokenizer import Tokenizer
-from serve.answer import Answer
-from serve.demo_prompts import DEMO_PROMPTS
-from serve.packaged import converted, packaged_gguf
-from serve.startup import StartUp, bad_input, banner, say, use_compilation_cache
+from jaxspec.engine.engine import Engine
+from jaxspec.engine.request import RequestStatistics
+from jaxspec.model.text.tokenizer import Tokenizer
+from jaxspec.serve.cli.answer import Answer
+from jaxspec.serve.cli.demo_prompts import DEMO_PROMPTS
+from jaxspec.serve.cli.packaged import converted, packaged_gguf
+from jaxspec.serve.cli.startup import StartUp, bad_input, banner, say, use_compilation_cache
 
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = ROOT / ".cache" / "checkpoints"

@@ -2,7 +2,7 @@
 
 import typer
 
-from serve.evaluate import evaluate_command
+from jaxspec.serve.cli.evaluate import evaluate_command
 
 app = typer.Typer(add_completion=False)
 app.command()(evaluate_command)

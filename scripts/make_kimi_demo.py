@@ -32,11 +32,11 @@ import numpy as np
 import typer
 from safetensors.numpy import save_file
 
-from model import fp8, int4
-from model.config import ModelConfig, read_model_config
-from model.sources import CONFIG, INDEX, Source, open_source
-from serve.packaged import packaged_gguf
-from serve.startup import bad_input
+from jaxspec.model.checkpoint.sources import CONFIG, INDEX, Source, open_source
+from jaxspec.model.families.config import ModelConfig, read_model_config
+from jaxspec.model.quantization import fp8, int4
+from jaxspec.serve.cli.packaged import packaged_gguf
+from jaxspec.serve.cli.startup import bad_input
 
 DEVICES = 8  # That heads, experts and their quantised groups are to be split over.
 EXPERTS, CHOSEN = 8, 2

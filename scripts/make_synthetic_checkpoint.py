@@ -14,9 +14,9 @@ import ml_dtypes
 import numpy as np
 import typer
 
-from model import int4
-from model.sources import CONFIG, INDEX
-from serve.startup import bad_input
+from jaxspec.model.checkpoint.sources import CONFIG, INDEX
+from jaxspec.model.quantization import int4
+from jaxspec.serve.cli.startup import bad_input
 
 HIDDEN, INNER, DENSE_INNER, EXPERTS = 7168, 2048, 18432, 384
 ATTENTION = {

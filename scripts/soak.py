@@ -23,11 +23,11 @@ from typing import Annotated, Any
 import grpc
 import typer
 
+from jaxspec.serve.cli.options import within
+from jaxspec.serve.cli.startup import bad_input, say, use_compilation_cache
 from jaxspec.v1 import generation_pb2 as pb
 from jaxspec.v1 import model_pb2, model_pb2_grpc
 from jaxspec.v1.generation_pb2_grpc import GenerationServiceStub
-from serve.options import within
-from serve.startup import bad_input, say, use_compilation_cache
 
 Option = typer.Option
 CANCELLED, BAD = 0.20, 0.05
@@ -103,7 +103,7 @@ def soak_command(
         log = Path(folder) / "log"
         with log.open("w") as file:
             process = subprocess.Popen(
-                [sys.executable, "-m", "serve.cli", "serve", "--port", "0", *map(str, command)], stderr=file
+                [sys.executable, "-m", "jaxspec", "serve", "--port", "0", *map(str, command)], stderr=file
             )
         try:
             port = _wait_until_serving(process, log)
@@ -129,7 +129,7 @@ def soak_command(
 def offline(target: Path, count: int, longest: int, draw: random.Random) -> list[Question]:
     """Questions of all lengths, greedy and sampled, answered by the target alone."""
     from jaxspec.config import EngineConfig, SamplingParams
-    from jaxspec.engine import Engine
+    from jaxspec.engine.engine import Engine
 
     use_compilation_cache()
     engine = Engine.from_checkpoints(target, config=EngineConfig(slots=1, cache_tokens=2 * longest))

@@ -2,7 +2,7 @@
 
 import typer
 
-from serve.train import train_command
+from jaxspec.serve.cli.train import train_command
 
 if __name__ == "__main__":
     typer.run(train_command)

@@ -10,21 +10,21 @@ from grpc import StatusCode
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from jaxspec.requests import EngineLoad
+from jaxspec.engine.request import EngineLoad
+from jaxspec.serve.requests.answering import Answerer
+from jaxspec.serve.requests.open_requests import OpenRequests
+from jaxspec.serve.requests.served_model import ServedModel
+from jaxspec.serve.runtime.calls import Calls
+from jaxspec.serve.runtime.engine_thread import EngineThread
+from jaxspec.serve.runtime.health import Health
+from jaxspec.serve.runtime.metrics import Metrics
+from jaxspec.serve.runtime.refusal import Refusal
+from jaxspec.serve.runtime.server_config import ServerConfig
+from jaxspec.serve.runtime.tracing import Tracing
+from jaxspec.serve.services.admin_service import AdminService
+from jaxspec.serve.services.generation_service import GenerationService
+from jaxspec.serve.services.model_service import ModelService
 from jaxspec.v1 import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2_grpc, model_pb2, model_pb2_grpc
-from serve.admin_service import AdminService
-from serve.answering import Answerer
-from serve.calls import Calls
-from serve.engine_thread import EngineThread
-from serve.generation_service import GenerationService
-from serve.health import Health
-from serve.metrics import Metrics
-from serve.model_service import ModelService
-from serve.open_requests import OpenRequests
-from serve.refusal import Refusal
-from serve.served_model import ServedModel
-from serve.server_config import ServerConfig
-from serve.tracing import Tracing
 
 log = logging.getLogger("jaxspec.server")
 
@@ -202,7 +202,7 @@ class Server:
     def _dialect_front(self) -> grpc.aio.Server:
         from smg_grpc_proto import vllm_engine_pb2_grpc
 
-        from serve.vllm_service import VllmService
+        from jaxspec.serve.services.vllm_service import VllmService
 
         front = self._front()
         service = VllmService(self._answerer, self._loaded_model, self._requests, self._health, self._config.target)

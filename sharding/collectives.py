@@ -7,7 +7,7 @@ device already holds the whole result, and nothing travels.
 import jax
 import jax.numpy as jnp
 
-from sharding.mesh import TENSOR_AXIS
+from jaxspec.sharding.mesh import TENSOR_AXIS
 
 TOP_K_CHUNK = 1024
 

@@ -10,7 +10,7 @@ from typing import Literal
 
 from jax.sharding import PartitionSpec
 
-from sharding.mesh import TENSOR_AXIS
+from jaxspec.sharding.mesh import TENSOR_AXIS
 
 AXIS_RULES: Mapping[str, str] = {
     "heads": TENSOR_AXIS,

@@ -3,8 +3,8 @@
 import sys
 from pathlib import Path
 
-from serve.cli import main
-from tests.serve.server_process import tiny_models
+from jaxspec.serve.cli.app import main
+from tests.support.server_process import tiny_models
 
 target, drafter = tiny_models(Path(sys.argv[1]))
 main(["serve", "--target", str(target), "--drafter", str(drafter), *sys.argv[2:]])

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from jaxspec.config import EngineConfig, SamplingParams, SpeculationConfig
-from jaxspec.engine import Engine
-from jaxspec.requests import RequestStatistics
-from jaxspec.training import block_hidden, tapped_features
-from serve.demo_prompts import DEMO_PROMPTS
+from jaxspec.engine.engine import Engine
+from jaxspec.engine.request import RequestStatistics
+from jaxspec.serve.cli.demo_prompts import DEMO_PROMPTS
+from jaxspec.training.step import block_hidden, tapped_features
 
 LONGEST = 96
 # τ over all prompts, greedy, float32, by tokens an answer: as measured when the drafter was shipped.
@@ -38,8 +38,8 @@ def test_prompts_are_twenty_of_three_kinds():
 
 
 def test_no_prompt_was_trained_on():
-    from jaxspec.training_prompts import without_duplicates
-    from jaxspec.training_templates import template_prompts
+    from jaxspec.training.prompts import without_duplicates
+    from jaxspec.training.templates import template_prompts
 
     templates = template_prompts(10**5, 0)
     mixed = without_duplicates([*templates, *(type(templates[0])(text, "demo") for _, text in DEMO_PROMPTS)])

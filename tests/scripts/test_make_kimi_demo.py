@@ -13,15 +13,15 @@ from safetensors.numpy import save_file
 from typer.testing import CliRunner
 
 from jaxspec.config import EngineConfig, SamplingParams, SpeculationConfig
-from jaxspec.engine import Engine
-from model import fp8, int4
-from model.loading import load_target
-from model.sources import open_source
+from jaxspec.engine.engine import Engine
+from jaxspec.model.checkpoint.loading import load_target
+from jaxspec.model.checkpoint.sources import open_source
+from jaxspec.model.quantization import fp8, int4
+from jaxspec.serve.cli.packaged import converted
+from jaxspec.sharding.mesh import make_mesh
 from scripts.make_kimi_demo import Form, app, write_kimi_demo
-from serve.packaged import converted
-from sharding.mesh import make_mesh
-from tests.published import write_byte_tokenizer, write_model
-from tests.sessions import compare
+from tests.support.published import write_byte_tokenizer, write_model
+from tests.support.sessions import compare
 
 # Six heads over three, and half an MLP that is no multiple of anything: both are padded.
 LLAMA = {

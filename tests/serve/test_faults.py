@@ -10,12 +10,12 @@ import pytest
 from grpc import StatusCode
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-import serve.server
+from jaxspec.model.text.tokenizer import Tokenizer
+from jaxspec.serve import server as server_module
 from jaxspec.v1 import generation_pb2 as pb
 from jaxspec.v1 import generation_pb2_grpc, model_pb2, model_pb2_grpc
-from model.tokenizer import Tokenizer
-from tests.published import write_byte_tokenizer
-from tests.serve.scripted_engine import ScriptedEngine, serving
+from tests.support.published import write_byte_tokenizer
+from tests.support.scripted_engine import ScriptedEngine, serving
 
 READINESS = "jaxspec.v1.GenerationService"
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -118,7 +118,7 @@ async def test_speculation_asked_of_a_server_without_it_is_refused(engine):
 
 @within(20)
 async def test_a_crash_ends_every_stream_and_turns_health(engine, monkeypatch, caplog):
-    monkeypatch.setattr(serve.server, "LINGER_SECONDS", 0.5)
+    monkeypatch.setattr(server_module, "LINGER_SECONDS", 0.5)
     async with serving(engine) as (_, channel, task):
         assert [await health(channel, name) for name in ("", READINESS)] == [SERVING, SERVING]
         watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=READINESS))
@@ -143,7 +143,7 @@ async def test_a_crash_ends_every_stream_and_turns_health(engine, monkeypatch, c
 @within(20)
 async def test_no_request_is_lost_in_a_crash(engine, monkeypatch, caplog):
     """Requests keep coming while the engine ends; each gets a status."""
-    monkeypatch.setattr(serve.server, "LINGER_SECONDS", 0.5)
+    monkeypatch.setattr(server_module, "LINGER_SECONDS", 0.5)
     async with serving(engine) as (_, channel, _):
         calls = []
         for n in range(200):
@@ -227,7 +227,7 @@ async def test_answers_that_are_not_complete_are_counted(engine, monkeypatch):
         samples = families["jaxspec_request_success"].samples
         return {s.labels["finished_reason"]: s.value for s in samples if s.name.endswith("_total")}
 
-    monkeypatch.setattr(serve.server, "LINGER_SECONDS", 0.1)
+    monkeypatch.setattr(server_module, "LINGER_SECONDS", 0.1)
     async with serving(engine) as (server, channel, _):
         call = await begun(channel, request(4000, sampling=pb.SamplingOptions(choices=2)))
         call.cancel()

@@ -13,11 +13,11 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 from grpc_status import rpc_status
 
 from jaxspec.config import EngineConfig, SamplingParams
-from jaxspec.engine import Engine
-from jaxspec.grammar import Grammar
+from jaxspec.engine.engine import Engine
+from jaxspec.engine.grammar import Grammar
 from jaxspec.v1 import admin_pb2, admin_pb2_grpc, generation_pb2_grpc, model_pb2, model_pb2_grpc
 from jaxspec.v1 import generation_pb2 as pb
-from tests.serve.server_process import CONTEXT, ServerProcess, tiny_models
+from tests.support.server_process import CONTEXT, ServerProcess, tiny_models
 
 SLOTS, QUEUE = 2, 8
 GREEDY = {"temperature": 0}

@@ -19,7 +19,7 @@ from smg_grpc_proto.generated import common_pb2
 
 from jaxspec.v1 import admin_pb2, admin_pb2_grpc, generation_pb2_grpc, model_pb2, model_pb2_grpc
 from jaxspec.v1 import generation_pb2 as pb
-from tests.serve.server_process import ServerProcess, tiny_models
+from tests.support.server_process import ServerProcess, tiny_models
 
 
 @pytest.fixture(scope="module")
@@ -209,7 +209,7 @@ def test_a_gateway_is_told_what_is_not_for_it(gateway, name, message):
 
 def chat(server, lines, *options):
     """Runs `jaxspec chat` on lines of input."""
-    command = [sys.executable, "-m", "serve.cli", "chat", "--address", server.address, *map(str, options)]
+    command = [sys.executable, "-m", "jaxspec", "chat", "--address", server.address, *map(str, options)]
     done = subprocess.run(command, input="\n".join(lines), capture_output=True, text=True, timeout=60)
     return done.returncode, done.stdout, done.stderr
 
@@ -251,7 +251,7 @@ def test_a_chat_goes_on_after_words_that_are_too_long(server):
     [(["--concurrency", "1,2"], "requests at once", [1, 2]), (["--rate", "50"], "requests/s", [50])],
 )
 def test_a_load_test_reports(server, tmp_path, load, name, levels):
-    command = [sys.executable, "-m", "serve.cli", "bench", "serve", "--address", server.address, *load]
+    command = [sys.executable, "-m", "jaxspec", "bench", "serve", "--address", server.address, *load]
     command += ["--requests", "4", "--max-tokens", "10", "--json", "--output", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -279,7 +279,7 @@ def test_profiles_are_written(channel, profiles):
 
 def command(*arguments):
     done = subprocess.run(
-        [sys.executable, "-m", "serve.cli", "serve", *map(str, arguments)], capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", "jaxspec", "serve", *map(str, arguments)], capture_output=True, text=True, timeout=120
     )
     return done.returncode, done.stderr
 

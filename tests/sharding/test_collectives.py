@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from sharding import collectives
-from sharding.mesh import TENSOR_AXIS, make_mesh
+from jaxspec.sharding import collectives
+from jaxspec.sharding.mesh import TENSOR_AXIS, make_mesh
 
 VOCAB = 48
 

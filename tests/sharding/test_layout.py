@@ -5,11 +5,11 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from model import llama
-from model.cache import empty_cache
-from sharding.layout import AXIS_RULES, Layout
-from sharding.mesh import TENSOR_AXIS, make_mesh
-from tests.builders import GROUPED, UNEVEN, tiny_target
+from jaxspec.model.families import llama
+from jaxspec.model.layers.cache import empty_cache
+from jaxspec.sharding.layout import AXIS_RULES, Layout
+from jaxspec.sharding.mesh import TENSOR_AXIS, make_mesh
+from tests.support.builders import GROUPED, UNEVEN, tiny_target
 
 
 @pytest.mark.parametrize("devices", [1, 2, 4, 8])

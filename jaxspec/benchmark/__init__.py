@@ -1,0 +1,1 @@
+"""What a step and a round cost on this machine, against the bytes that they move."""

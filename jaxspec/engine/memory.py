@@ -1,0 +1,93 @@
+"""Bytes: what weights and a cache need, what is there, and the cache that fits."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxspec.config import EngineConfig
+from jaxspec.model.families.dflash import DFlashDrafter
+
+
+def cache_bytes_per_token(target: Any, drafter: Any) -> int:
+    """Bytes that one token of context takes on one device, in the target's cache and the drafter's."""
+    total = 0
+    for module in (target, drafter):
+        if module is None:
+            continue
+        for layer in module.cache_rows:
+            for row in layer:
+                shares = [module.layout.shares(axis) for axis in ("page_rows", *row.axes) if axis]
+                itemsize = jnp.dtype(target.embed_tokens.weight.dtype).itemsize
+                total += int(np.prod(row.shape)) * itemsize // max(shares)
+    return total
+
+
+def wanted_context(config: EngineConfig, limit: int) -> int:
+    """Tokens that a request may reach, of models that know `limit`; raises ValueError where more are wanted."""
+    wanted = config.max_context or limit
+    if wanted > limit:
+        raise ValueError(f"EngineConfig.max_context: found {wanted}, expected at most the models' {limit}")
+    return wanted
+
+
+def max_context(config: EngineConfig, target: Any, drafter: Any) -> int:
+    """Tokens that a request may reach; raises ValueError where more are wanted than the models know."""
+    limit = target.config.max_position_embeddings
+    if isinstance(drafter, DFlashDrafter):
+        limit = min(limit, drafter.config.max_position_embeddings)
+    return wanted_context(config, limit)
+
+
+def page_count(config: EngineConfig, context: int, target: Any, drafter: Any, mesh: jax.sharding.Mesh) -> int:
+    """Pages of the cache: as many as wanted, or, where the caller did not say how many, as many as fit.
+
+    Args:
+      context: tokens that a request may reach.
+
+    Raises:
+      ValueError: with the numbers, where they do not fit, or not one request of `context` does.
+    """
+    tokens = config.cache_tokens or config.slots * context
+    pages = -(-tokens // config.page_size)
+    page_bytes = config.page_size * cache_bytes_per_token(target, drafter)
+    free = available_bytes(mesh)
+    if free is None:
+        return pages
+    modules = [target] if drafter is None else [target, drafter]
+    kept_free = (1 - config.memory_fraction) * (free + weight_bytes(*modules))
+    room = max(0, int(free - kept_free))
+    if config.cache_tokens is None and room // page_bytes >= -(-context // config.page_size):
+        return min(pages, room // page_bytes)
+    if pages * page_bytes > room:
+        raise ValueError(
+            f"cache_tokens: {tokens} tokens need {pages * page_bytes / 1e9:.2f} GB a device, found {room / 1e9:.2f} GB "
+            f"free within memory_fraction {config.memory_fraction:g}; lower slots, max_context or cache_tokens"
+        )
+    return pages
+
+
+def weight_bytes(*modules: Any) -> int:
+    """Bytes of weights that the modules, filled with arrays, hold on each device."""
+    leaves = [leaf for module in modules for leaf in jax.tree.leaves(nnx.state(module, nnx.Param))]
+    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
+
+
+def available_bytes(mesh: jax.sharding.Mesh) -> int | None:
+    """Free memory of the fullest device; each device's share of the host's where they are CPUs; None if unknown."""
+    if mesh.devices.flat[0].platform != "cpu":
+        statistics = [device.memory_stats() for device in mesh.devices.flat]
+        if not all(statistics):
+            return None
+        return min(s["bytes_limit"] - s["bytes_in_use"] for s in statistics)
+    information = Path("/proc/meminfo")
+    if not information.exists():
+        return None
+    for line in information.read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024 // mesh.size
+    return None

@@ -1,0 +1,1 @@
+"""Acceptance and speed over prompt files."""

@@ -1,0 +1,1 @@
+"""Training a DFlash drafter on answers that the target itself writes."""

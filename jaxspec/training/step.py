@@ -1,0 +1,335 @@
+"""The loss that trains a DFlash drafter, and one optimiser step (arXiv 2602.06036, section 4).
+
+From every sequence random *anchors* are drawn. Each makes a block [anchor, mask, mask, …] that sees the target's
+features of the tokens before the anchor, and its own rows: what the drafter will see when it serves, so the blocks run
+through the very pass that serves. The target is frozen; its tapped features are computed on the way.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from jaxspec.model.families.config import DFlashConfig
+from jaxspec.model.families.dflash import DFlashDrafter, layout_of
+from jaxspec.model.families.llama import LlamaForCausalLM
+from jaxspec.model.layers.batch import ForwardBatch
+from jaxspec.model.layers.parameters import fill, weight_specs
+
+# Anchors whose logits exist at one time: 512 blocks of 7 tokens over 49,152 ids take 0.7 GB.
+HEAD_CHUNK = 512
+
+# A drafter's weights by name, float32 while it trains.
+Parameters = dict[str, jax.Array]
+
+
+@dataclass(frozen=True)
+class OptimiserConfig:
+    """How the weights move.
+
+    Attributes:
+      steps: length of the schedule: a linear warm-up, then a cosine down to 0.
+      warm_up: share of the steps.
+      clip: largest norm of a step's gradient.
+      weight_decay: of matrices; norms are left alone.
+    """
+
+    steps: int
+    learning_rate: float = 6e-4
+    warm_up: float = 0.04
+    clip: float = 1.0
+    weight_decay: float = 0.01
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainingBatch:
+    """Sequences, padded at the end.
+
+    Attributes:
+      tokens: int32 [batch, length].
+      answer: bool [batch, length], the tokens that the target wrote; only these are labels.
+    """
+
+    tokens: jax.Array
+    answer: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainingState:
+    """All that a step changes: float32 weights, the optimiser's moments, and the number of steps done (int32 [])."""
+
+    parameters: Parameters
+    moments: optax.OptState
+    step: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Tally:
+    """Sums over blocks, so that batches add up; float32.
+
+    Attributes:
+      loss, weight: Σ w·CE and Σ w, [].
+      correct, labels: [depth], tokens guessed right by the greedy drafter, and all tokens.
+      prefix, blocks: [], lengths of the all-correct beginnings of the blocks, and blocks.
+    """
+
+    loss: jax.Array
+    weight: jax.Array
+    correct: jax.Array
+    labels: jax.Array
+    prefix: jax.Array
+    blocks: jax.Array
+
+    def __add__(self, other: "Tally") -> "Tally":
+        return jax.tree.map(jnp.add, self, other)
+
+    def summary(self) -> dict[str, Any]:
+        """Loss, accuracy at each depth, and τ = 1 + mean all-correct beginning: what a greedy chain would commit."""
+        host = jax.tree.map(np.asarray, jax.device_get(self))
+        return {
+            "loss": float(host.loss / max(host.weight, 1e-9)),
+            "accuracy": [round(float(x), 5) for x in host.correct / np.maximum(host.labels, 1)],
+            "tau": float(1 + host.prefix / max(host.blocks, 1)),
+        }
+
+
+def decay_weights(block_size: int) -> np.ndarray:
+    """float32 [block_size - 1]: exp(-(k - 1) / γ) for slots k = 1, 2, …
+
+    γ is published for three sizes, 4 for 8, 5 for 10 and 7 for 16: half the block up to 10, then on a line to 7, and 7
+    beyond.
+    """
+    gamma = np.interp(block_size, (0, 10, 16), (0, 5, 7))
+    return np.exp(-np.arange(block_size - 1) / gamma).astype(np.float32)
+
+
+def sample_anchors(key: jax.Array, answer: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    """Draws anchors without replacement from the positions p where p and p + 1 both belong to the answer.
+
+    Args:
+      answer: bool [batch, length].
+      count: anchors a sequence.
+    Returns:
+      positions int32 [batch, min(count, length)], ascending, and bool of the same shape: False where a sequence has
+      fewer valid positions.
+    """
+    valid = answer & jnp.pad(answer[:, 1:], ((0, 0), (0, 1)))
+    order = jnp.where(valid, jax.random.uniform(key, answer.shape), -1.0)
+    drawn, anchors = jax.lax.top_k(order, min(count, answer.shape[1]))
+    ascending = jnp.argsort(anchors, axis=1)
+    anchors, chosen = (jnp.take_along_axis(x, ascending, axis=1) for x in (anchors, drawn >= 0))
+    return anchors.astype(jnp.int32), chosen
+
+
+def tapped_features(target: LlamaForCausalLM, tokens: jax.Array, taps: tuple[int, ...]) -> jax.Array:
+    """The frozen target's features of whole sequences; int32 [batch, length] → [batch, length, taps * hidden]."""
+    batch, length = tokens.shape
+    config = target.config
+    dtype = target.embed_tokens.weight.dtype
+    pool = jnp.zeros((1, 1, config.num_key_value_heads, config.head_dim), dtype)  # one page, of no sequence
+    causal = jnp.tril(jnp.ones((length, length), bool))
+    output = target(
+        ForwardBatch(
+            tokens=tokens,
+            positions=_positions(tokens),
+            page_table=jnp.zeros((batch, 1), jnp.int32),
+            context_length=jnp.zeros(batch, jnp.int32),
+            visibility=jnp.broadcast_to(causal, (batch, length, length)),
+        ),
+        ((pool, pool),) * config.num_hidden_layers,
+        taps,
+    )
+    return jax.lax.stop_gradient(output.tapped)
+
+
+def block_hidden(
+    drafter: DFlashDrafter, target: LlamaForCausalLM, tokens: jax.Array, tapped: jax.Array, anchors: jax.Array
+) -> jax.Array:
+    """The serving pass over every anchor's block.
+
+    Args:
+      tokens: int32 [batch, length].
+      tapped: [batch, length, taps * hidden].
+      anchors: int32 [batch, anchors].
+    Returns:
+      [batch, anchors, depth, hidden] after the final norm.
+    """
+    depth = drafter.config.depth
+    context = drafter.context_keys_values(tapped, _positions(tokens))
+    first = jnp.take_along_axis(tokens, anchors, axis=1)
+    blocks = drafter.block_tokens(first.reshape(-1), depth).reshape(*anchors.shape, depth + 1)
+    # Mapped over the anchors with the context held fixed: one product with the keys, of anchors * block rows.
+    over_anchors = jax.vmap(drafter.hidden_after, in_axes=(1, 1, None), out_axes=1)
+    return over_anchors(target.embed(blocks), anchors, context)
+
+
+def drafter_loss(
+    drafter: DFlashDrafter,
+    target: LlamaForCausalLM,
+    batch: TrainingBatch,
+    tapped: jax.Array,
+    anchors: jax.Array,
+    chosen: jax.Array,
+) -> tuple[jax.Array, Tally]:
+    """Σ w·CE / Σ w over the blocks' slots 1, 2, …; slot k is to give the token k places after its anchor.
+
+    Args:
+      tapped: [batch, length, taps * hidden].
+      anchors, chosen: of `sample_anchors`.
+    Returns:
+      the loss, float32 [], and the sums behind it.
+    """
+    depth = drafter.config.depth
+    hidden = block_hidden(drafter, target, batch.tokens, tapped, anchors)
+    places = anchors[..., None] + 1 + jnp.arange(depth)  # [batch, anchors, depth]
+
+    def at_places(array: jax.Array, fill_value: Any) -> jax.Array:
+        rows = jnp.arange(array.shape[0])[:, None, None]
+        return array.at[rows, places].get(mode="fill", fill_value=fill_value)
+
+    labels = at_places(batch.tokens, 0)
+    counted = at_places(batch.answer, False) & chosen[..., None]
+    tally = _head_tally(drafter, target, hidden, labels, counted)
+    return tally.loss / jnp.maximum(tally.weight, 1e-6), tally
+
+
+def _head_tally(
+    drafter: DFlashDrafter, target: LlamaForCausalLM, hidden: jax.Array, labels: jax.Array, counted: jax.Array
+) -> Tally:
+    """The output head over a chunk of blocks at a time; the gradient computes its logits again."""
+    decay = jnp.asarray(decay_weights(drafter.config.block_size))
+    depth = labels.shape[-1]
+    blocks = labels.size // depth
+    chunk = min(HEAD_CHUNK, blocks)
+
+    def in_chunks(array: jax.Array) -> jax.Array:  # [batch, anchors, depth, ...] → [chunks, chunk, depth, ...]
+        flat = array.reshape(blocks, *array.shape[2:])
+        flat = jnp.pad(flat, ((0, -blocks % chunk), *((0, 0),) * (flat.ndim - 1)))
+        return flat.reshape(-1, chunk, *flat.shape[1:])
+
+    @jax.checkpoint
+    def add_chunk(total: Tally, inputs: tuple[jax.Array, ...]) -> tuple[Tally, None]:
+        rows, label, known = inputs
+        logits = drafter.scaled(target.logits(rows))  # float32 [chunk, depth, vocab]
+        entropy = jax.nn.logsumexp(logits, axis=-1) - jnp.take_along_axis(logits, label[..., None], axis=-1)[..., 0]
+        weights = known * decay
+        right = (jnp.argmax(logits, axis=-1) == label) & known
+        return total + Tally(
+            loss=jnp.sum(weights * entropy),
+            weight=jnp.sum(weights),
+            correct=right.sum(0, dtype=jnp.float32),
+            labels=known.sum(0, dtype=jnp.float32),
+            prefix=jnp.cumprod(right, axis=-1).sum(dtype=jnp.float32),
+            blocks=known.any(-1).sum(dtype=jnp.float32),
+        ), None
+
+    zero, each = jnp.float32(0), jnp.zeros(depth, jnp.float32)
+    total, _ = jax.lax.scan(
+        add_chunk, Tally(zero, zero, each, each, zero, zero), (in_chunks(hidden), in_chunks(labels), in_chunks(counted))
+    )
+    return total
+
+
+def initial_parameters(config: DFlashConfig, seed: int) -> Parameters:
+    """Weights to start from, float32: matrices normal with deviation 0.02, norms 1."""
+    specs = weight_specs(lambda: DFlashDrafter(config, layout_of(config, 1), jnp.float32))
+    key = jax.random.key(seed)
+    return {
+        spec.name: 0.02 * jax.random.normal(jax.random.fold_in(key, i), spec.shape)
+        if len(spec.shape) > 1
+        else jnp.ones(spec.shape)
+        for i, spec in enumerate(specs)
+    }
+
+
+def build_drafter(config: DFlashConfig, parameters: Parameters, dtype: Any) -> DFlashDrafter:
+    """The drafter with these weights, rounded to `dtype`."""
+    build = lambda: DFlashDrafter(config, layout_of(config, 1), dtype)  # noqa: E731
+    return fill(build, lambda spec: parameters[spec.name].astype(dtype))
+
+
+def make_optimiser(config: OptimiserConfig) -> optax.GradientTransformation:
+    """AdamW behind a clip of the gradient's norm."""
+    schedule = optax.warmup_cosine_decay_schedule(
+        0.0, config.learning_rate, max(1, round(config.warm_up * config.steps)), max(2, config.steps)
+    )
+    matrices = lambda parameters: jax.tree.map(lambda x: x.ndim > 1, parameters)  # noqa: E731
+    return optax.chain(
+        optax.clip_by_global_norm(config.clip),
+        optax.adamw(schedule, b1=0.9, b2=0.95, weight_decay=config.weight_decay, mask=matrices),
+    )
+
+
+class Trainer:
+    """The compiled step and evaluation of one drafter beside one frozen target, on one device.
+
+    Args:
+      target: the frozen target; its dtype is also that of the drafter's arithmetic. The weights stay float32.
+      config: of the drafter.
+      optimiser: how the weights move.
+      anchors: blocks drawn from each sequence.
+      seed: of the initial weights and of the anchors.
+    """
+
+    def __init__(
+        self, target: LlamaForCausalLM, config: DFlashConfig, optimiser: OptimiserConfig, anchors: int, seed: int
+    ):
+        self._seed = seed
+        self._config = config
+        self._anchors = anchors
+        self._optimiser = make_optimiser(optimiser)
+        graph, weights = nnx.split(target)
+        leaves, tree = jax.tree.flatten(weights)
+        self._target_leaves = tuple(leaves)
+        self._dtype = target.embed_tokens.weight.dtype
+        self._rebuild: Callable[[tuple[jax.Array, ...]], LlamaForCausalLM] = lambda flat: nnx.merge(
+            graph, jax.tree.unflatten(tree, flat)
+        )
+        self._step = jax.jit(self._update, donate_argnums=0)
+        self._evaluate = jax.jit(self._measure)
+
+    def initial_state(self) -> TrainingState:
+        """The state before the first step."""
+        parameters = initial_parameters(self._config, self._seed)
+        return TrainingState(parameters, self._optimiser.init(parameters), jnp.int32(0))
+
+    def step(self, state: TrainingState, batch: TrainingBatch) -> tuple[TrainingState, Tally]:
+        """One optimiser step; `state` is donated. Returns at once, before the device has run it."""
+        return self._step(state, self._target_leaves, batch)
+
+    def evaluate(self, parameters: Parameters, batch: TrainingBatch) -> Tally:
+        """The sums over a held-out batch; the anchors depend on the batch's shape alone, so figures compare."""
+        return self._evaluate(parameters, self._target_leaves, batch)
+
+    def _update(
+        self, state: TrainingState, leaves: tuple[jax.Array, ...], batch: TrainingBatch
+    ) -> tuple[TrainingState, Tally]:
+        # Anchors are keyed by the step: every epoch draws new ones, and a resumed run draws the same.
+        key = jax.random.fold_in(jax.random.key(self._seed), state.step)
+        gradients, tally = jax.grad(self._loss, has_aux=True)(state.parameters, leaves, batch, key)
+        updates, moments = self._optimiser.update(gradients, state.moments, state.parameters)
+        return TrainingState(optax.apply_updates(state.parameters, updates), moments, state.step + 1), tally
+
+    def _measure(self, parameters: Parameters, leaves: tuple[jax.Array, ...], batch: TrainingBatch) -> Tally:
+        return self._loss(parameters, leaves, batch, jax.random.key(0))[1]
+
+    def _loss(
+        self, parameters: Parameters, leaves: tuple[jax.Array, ...], batch: TrainingBatch, key: jax.Array
+    ) -> tuple[jax.Array, Tally]:
+        target = self._rebuild(leaves)
+        drafter = build_drafter(self._config, parameters, self._dtype)
+        anchors, chosen = sample_anchors(key, batch.answer, self._anchors)
+        tapped = tapped_features(target, batch.tokens, self._config.target_layer_ids)
+        return drafter_loss(drafter, target, batch, tapped, anchors, chosen)
+
+
+def _positions(tokens: jax.Array) -> jax.Array:
+    return jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)

@@ -1,0 +1,1 @@
+"""The protos of the gRPC API and their generated code."""

@@ -1,0 +1,1 @@
+"""Targets and drafters: layers, families, quantisation, checkpoints and text."""

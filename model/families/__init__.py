@@ -1,0 +1,1 @@
+"""One file a family, their configs, and the registry of them."""

@@ -1,0 +1,1 @@
+"""What models are made of: attention, experts, norms, the paged cache."""

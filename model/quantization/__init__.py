@@ -1,0 +1,1 @@
+"""How weights of few bits are laid out, and which layouts are known."""

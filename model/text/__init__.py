@@ -1,0 +1,1 @@
+"""Tokenizers, chat templates and what an answer's text is made of."""

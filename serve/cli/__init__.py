@@ -1,0 +1,1 @@
+"""The `jaxspec` command; a module each subcommand."""

@@ -1,0 +1,1 @@
+"""Our own clients of the server."""

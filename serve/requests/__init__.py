@@ -1,0 +1,1 @@
+"""A request's way: read, checked, admitted, and answered in pieces."""

@@ -1,0 +1,1 @@
+"""What every call goes through, and the thread that owns the engine."""

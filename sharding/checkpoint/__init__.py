@@ -1,0 +1,1 @@
+"""Converted checkpoints on disk: manifest, writer and reader."""

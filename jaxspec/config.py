@@ -46,6 +46,10 @@ class SpeculationConfig:
         if self.draft_length is not None:
             _check(self, "draft_length", 1, MAX_BUDGET)
 
+    def length(self, block_depth: int) -> int:
+        """L, tokens that a drafter drafts in one pass whose block gives `block_depth`."""
+        return self.draft_length or block_depth
+
 
 @dataclass(frozen=True)
 class EngineConfig:
@@ -203,7 +207,7 @@ class SamplingParams:
                 )
 
     @property
-    def adjusted(self) -> bool:
+    def processes_logits(self) -> bool:
         """Whether logits change before a token is chosen."""
         penalties = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1
         return bool(penalties or self.logit_bias or self.min_tokens)

@@ -5,24 +5,33 @@ from typing import Any
 
 import jax
 import numpy as np
-from flax import nnx
-from jax.sharding import PartitionSpec
 
 from jaxspec.benchmark.synthetic import random_cache
-from jaxspec.config import MAX_STOP_IDS
 from jaxspec.engine.engine import Engine
-from jaxspec.engine.programs import DecodeShape, compiler_options, replicate
-from jaxspec.model.layers.batch import ForwardOutput
-from jaxspec.speculation.acceptance import accept
+from jaxspec.engine.modules import FlatModule
+from jaxspec.engine.programs import DecodeShape, compiler_options
+from jaxspec.model.layers.cache import PagedCache
+from jaxspec.sharding.compilation import REPLICATED, compile_on_mesh, replicate, specs_of
+from jaxspec.speculation.acceptance import confirm
 from jaxspec.speculation.drafting import Drafting, dflash_drafting, no_drafting
 from jaxspec.speculation.log_probs import no_log_probs
-from jaxspec.speculation.logits_processors import no_adjustments
-from jaxspec.speculation.round import Caches, RoundResult, commit, verify
-from jaxspec.speculation.sampling import SamplingLevel, SamplingWork, sample
-from jaxspec.speculation.state import DecodeState, empty_rows
+from jaxspec.speculation.logits_processors import everything_allowed
+from jaxspec.speculation.round import (
+    Accepted,
+    Batch,
+    Caches,
+    Carry,
+    Models,
+    RoundResult,
+    Verified,
+    commit,
+    verify,
+)
+from jaxspec.speculation.sampling import SamplingLevel, SamplingMode, sample
+from jaxspec.speculation.slot_table import empty_slots, slot_specs
 from jaxspec.speculation.tree import DraftTree, grow_tree, root_only
 
-REPLICATED = PartitionSpec()
+GREEDY = SamplingMode(SamplingLevel.GREEDY)
 
 
 class RoundParts:
@@ -31,50 +40,46 @@ class RoundParts:
     Args:
       engine: of one batch bucket; has decoded greedily at its current setting, so that the program is compiled.
       context: tokens of each sequence after `reset`.
+
+    Attributes:
+      carry: what the next call takes over.
     """
 
     def __init__(self, engine: Engine, context: int):
-        self._engine, self._mesh = engine, engine.mesh
-        shapes = [key for key in engine._programs.compiled if isinstance(key, DecodeShape)]
-        greedy = SamplingWork(SamplingLevel.GREEDY)
-        own = [s for s in shapes if s.speculation == engine.speculation and s.work == greedy]
+        self._engine, self._mesh, self._programs = engine, engine.mesh, engine.runner.programs
+        shapes = [key for key in self._programs.compiled if isinstance(key, DecodeShape)]
+        own = [s for s in shapes if s.speculation == engine.speculation and s.sampling == GREEDY]
         self._shape = max(own, key=lambda shape: shape.pages)
+        self._options = self._shape.options
         random = np.random.default_rng(1)
-        slots, page_size = engine.config.slots, engine.config.page_size
-        self._rows = empty_rows(slots, MAX_STOP_IDS)
-        self._rows.anchor[:] = random.integers(0, engine.target.config.vocab_size, slots)
-        self._rows.length[:] = context
-        self._rows.remaining[:] = 2**20
-        self._rows.finished[:] = False
+        slots, page_size, vocab = engine.config.slots, engine.config.page_size, engine.target.config.vocab_size
+        self._table = empty_slots(slots, vocab)
+        self._table.anchor[:] = random.integers(0, vocab, slots)
+        self._table.length[:] = context
+        self._table.remaining[:] = 2**20
+        self._table.finished[:] = False
         pages = random.permutation(engine.page_count)[: slots * self._shape.pages]
-        self._slots, self._table, self._capacity = replicate(
-            (
-                np.arange(slots, dtype=np.int32),
-                pages.reshape(slots, -1).astype(np.int32),
-                np.full(slots, self._shape.pages * page_size, np.int32),
-            ),
-            self._mesh,
-        )
-        dtype = engine._programs.leaves[0].dtype
+        arrays: dict[str, Any] = {
+            "slots": np.arange(slots, dtype=np.int32),
+            "page_table": pages.reshape(slots, -1).astype(np.int32),
+            "capacity": np.full(slots, self._shape.pages * page_size, np.int32),
+            "allowed": everything_allowed(slots),
+        }
+        self._batch = replicate(Batch(**arrays), self._mesh)
+        dtype = self._programs.leaves[0].dtype
 
-        def pools(module: Any) -> Any:
+        def pools(module: Any) -> PagedCache:
             return () if module is None else random_cache(module, engine.page_count, page_size, self._mesh, dtype)
 
-        self._caches = Caches(target=pools(engine.target), drafter=pools(engine.drafter))
-        self._adjustments = engine._programs.place(no_adjustments(slots, engine.target.config.vocab_size))
-        self._pool_specs = jax.tree.map(lambda pool: pool.sharding.spec, self._caches)
-        self.reset()
+        self.carry = Carry(Caches(pools(engine.target), pools(engine.drafter)), self._placed())
 
-    def reset(self) -> DecodeState:
+    def reset(self) -> None:
         """Sets every sequence back to its first length."""
-        self._state = replicate(self._rows, self._mesh)
-        return self._state
+        self.carry = Carry(self.carry.caches, self._placed())
 
     def round(self) -> RoundResult:
         """One call of the engine's own program."""
-        self._caches, self._state, self._adjustments, result = self._engine._programs.decode(
-            self._shape, self._caches, self._state, self._adjustments, self._slots, self._table, self._capacity
-        )
+        self.carry, result = self._programs.decode(self._shape, self.carry, self._batch)
         return result
 
     def parts(self) -> dict[str, Callable[[], Any]]:
@@ -83,66 +88,73 @@ class RoundParts:
         Each works on what the one before made when this was called.
         """
         parts: dict[str, Callable[[], Any]] = {}
-        if self._engine.speculation.budget:
+        if self._options.budget:
             parts["draft"] = self._draft()
             parts["grow"] = self._grow(parts["draft"]())
             tree = parts["grow"]()
         else:
-            tree = self._compile(root_only, (self._state.anchor,), REPLICATED)(self._state.anchor)
+            tree = self._compile(root_only, (self.carry.slots.anchor,), REPLICATED)(self.carry.slots.anchor)
         parts["verify"] = self._verify(tree)
-        output, predicted = parts["verify"]()
-        parts["commit"] = self._commit(tree, output, predicted)
+        parts["commit"] = self._commit(*parts["verify"]())
         return parts
 
+    def _placed(self) -> Any:
+        return self._programs.place(self._table, slot_specs(self._engine.target.layout))
+
     def _draft(self) -> Callable[[], Any]:
-        head = _Weights(self._engine.target, ("embed_tokens", "lm_head"))
-        block = _Weights(self._engine.drafter)
+        head = FlatModule(self._engine.target, ("embed_tokens", "lm_head"))
+        block = FlatModule(self._engine.drafter)
 
-        def body(head_leaves, block_leaves, cache, state, table):  # type: ignore[no-untyped-def]
-            drafting = self._drafting(block.module(block_leaves), head.module(head_leaves))
-            return drafting.propose(state, cache, table)
+        def body(head_leaves: Any, block_leaves: Any, carry: Carry, batch: Batch) -> Any:
+            drafting = self._drafting(block.holding(block_leaves), head.holding(head_leaves))
+            return drafting.propose(carry.slots, carry.caches.drafter, batch.page_table)
 
-        arguments = (head.leaves, block.leaves, self._caches.drafter, self._state, self._table)
-        program = self._compile(body, arguments, REPLICATED)
-        return lambda: program(head.leaves, block.leaves, self._caches.drafter, self._state, self._table)
+        def arguments() -> tuple[Any, ...]:
+            carry = Carry(Caches((), self.carry.caches.drafter), self.carry.slots)
+            return head.leaves, block.leaves, carry, self._batch
+
+        program = self._compile(body, arguments(), REPLICATED)
+        return lambda: program(*arguments())
 
     def _grow(self, candidates: Any) -> Callable[[], DraftTree]:
-        def body(anchor, candidates):  # type: ignore[no-untyped-def]
-            return grow_tree(anchor, candidates, self._engine.speculation.budget)
+        def body(anchor: jax.Array, candidates: Any) -> DraftTree:
+            return grow_tree(anchor, candidates, self._options.budget)
 
-        program = self._compile(body, (self._state.anchor, candidates), REPLICATED)
-        return lambda: program(self._state.anchor, candidates)
+        program = self._compile(body, (self.carry.slots.anchor, candidates), REPLICATED)
+        return lambda: program(self.carry.slots.anchor, candidates)
 
-    def _verify(self, tree: DraftTree) -> Callable[[], Any]:
-        weights, depth = _Weights(self._engine.target), self._engine.depth
+    def _verify(self, tree: DraftTree) -> Callable[[], tuple[Verified, jax.Array]]:
+        weights, depth = FlatModule(self._engine.target), self._engine.depth
         drafting = self._drafting(self._engine.drafter, None)  # Only its taps are used.
 
-        def body(leaves, cache, state, table, tree):  # type: ignore[no-untyped-def]
-            target = weights.module(leaves)
-            output = verify(target, drafting, Caches(cache, ()), state, table, tree)
-            logits = target.logits(output.hidden)
-            return output, sample(logits, tree.depths, state, depth, SamplingLevel.GREEDY, target.vocab_split)
+        def body(leaves: Any, carry: Carry, batch: Batch, tree: DraftTree) -> tuple[Verified, jax.Array]:
+            target = weights.holding(leaves)
+            verified = verify(Models(target, drafting), carry, batch, tree)
+            logits = target.logits(verified.output.hidden)
+            return verified, sample(logits, tree.depths, carry.slots, target.vocab, GREEDY.level, depth)
 
-        arguments = (weights.leaves, self._caches.target, self._state, self._table, tree)
-        program = self._compile(body, arguments, (self._engine._programs.output_specs, REPLICATED))
-        return lambda: program(weights.leaves, self._caches.target, self._state, self._table, tree)
+        def arguments() -> tuple[Any, ...]:
+            return weights.leaves, Carry(Caches(self.carry.caches.target, ()), self.carry.slots), self._batch, tree
 
-    def _commit(self, tree: DraftTree, output: ForwardOutput, predicted: jax.Array) -> Callable[[], RoundResult]:
-        weights, depth = _Weights(self._engine.drafter), self._engine.depth
+        program = self._compile(body, arguments(), (self._programs.verified_specs, REPLICATED))
+        return lambda: program(*arguments())
 
-        def body(leaves, caches, state, table, capacity, tree, output, predicted):  # type: ignore[no-untyped-def]
-            drafting = self._drafting(weights.module(leaves), None)
-            accepted, log_probs = accept(tree, predicted, depth), no_log_probs(len(predicted))
-            return commit(
-                self._engine.target, drafting, caches, state, table, capacity, tree, output, accepted, log_probs
-            )
+    def _commit(self, verified: Verified, predicted: jax.Array) -> Callable[[], RoundResult]:
+        weights, depth = FlatModule(self._engine.drafter), self._engine.depth
 
-        fixed = (self._table, self._capacity, tree, output, predicted)
-        arguments = (weights.leaves, self._caches, self._state, *fixed)
-        program = self._compile(body, arguments, (self._pool_specs, REPLICATED, REPLICATED), donate=(1, 2))
+        def body(
+            leaves: Any, carry: Carry, batch: Batch, verified: Verified, predicted: jax.Array
+        ) -> tuple[Carry, RoundResult]:
+            models = Models(self._engine.target, self._drafting(weights.holding(leaves), None))
+            accepted = Accepted(confirm(verified.tree, predicted, depth), no_log_probs(len(predicted)))
+            return commit(models, carry, batch, verified, accepted, self._options)
+
+        fixed = (self._batch, verified, predicted)
+        out_specs = (specs_of(self.carry), REPLICATED)
+        program = self._compile(body, (weights.leaves, self.carry, *fixed), out_specs, donate=(1,))
 
         def call() -> RoundResult:
-            self._caches, self._state, result = program(weights.leaves, self._caches, self._state, *fixed)
+            self.carry, result = program(weights.leaves, self.carry, *fixed)
             return result
 
         return call
@@ -151,38 +163,10 @@ class RoundParts:
         if drafter is None:
             return no_drafting()
         speculation = self._engine.speculation
-        length = speculation.draft_length or drafter.config.depth
-        return dflash_drafting(drafter, target, length, speculation.top_k_cap)
+        return dflash_drafting(drafter, target, speculation.length(drafter.config.depth), speculation.top_k_cap)
 
     def _compile(
         self, body: Callable[..., Any], arguments: tuple[Any, ...], out_specs: Any, donate: tuple[int, ...] = ()
     ) -> Callable[..., Any]:
-        in_specs = jax.tree.map(lambda array: array.sharding.spec, arguments)
-        program = jax.shard_map(body, mesh=self._mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-        lowered = jax.jit(program, donate_argnums=donate).lower(*arguments)
-        return lowered.compile(compiler_options=compiler_options(self._mesh, plain=self._engine.drafter is None))
-
-
-class _Weights:
-    """The weights of a module that a program needs, as a flat tuple: every further one would cost the host time.
-
-    Args:
-      module: or None, which has none.
-      names: first parts of the names wanted; all by default.
-    """
-
-    def __init__(self, module: Any, names: tuple[str, ...] | None = None):
-        self._split = None if module is None else nnx.split(module)
-        paths = [] if self._split is None else jax.tree.leaves_with_path(self._split[1])
-        self._wanted = [names is None or path[0].key in names for path, _ in paths]
-        self.leaves = tuple(leaf for (_, leaf), wanted in zip(paths, self._wanted, strict=True) if wanted)
-
-    def module(self, leaves: tuple[jax.Array, ...]) -> Any:
-        """The module again, holding `leaves`; its other weights must not be used."""
-        if self._split is None:
-            return None
-        graph, state = self._split
-        everything, tree = jax.tree.flatten(state)
-        given = iter(leaves)
-        pairs = zip(everything, self._wanted, strict=True)
-        return nnx.merge(graph, jax.tree.unflatten(tree, [next(given) if wanted else leaf for leaf, wanted in pairs]))
+        options = compiler_options(self._mesh, plain=self._engine.drafter is None)
+        return compile_on_mesh(body, self._mesh, arguments, out_specs, donate, options)

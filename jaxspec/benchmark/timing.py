@@ -15,13 +15,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh
 
 from jaxspec.benchmark.round_parts import RoundParts
 from jaxspec.config import EngineConfig, SamplingParams, SpeculationConfig
-from jaxspec.engine.engine import CALLS_IN_FLIGHT, Engine
-from jaxspec.engine.memory import cache_bytes_per_token
+from jaxspec.engine.engine import Engine
+from jaxspec.engine.memory import cache_bytes_per_token, weight_bytes
+from jaxspec.engine.scheduler import CALLS_AHEAD
 
 REPEATS = 20  # of which the median is taken
 WARM_UP = 3
@@ -104,7 +104,7 @@ def seconds_ahead(call: Callable[[], Any], repeats: int = REPEATS) -> float:
     for _ in range(WARM_UP + repeats):
         began = time.perf_counter()
         in_flight.append(call())
-        if len(in_flight) == CALLS_IN_FLIGHT:
+        if len(in_flight) == CALLS_AHEAD:
             jax.block_until_ready(in_flight.popleft())
         times.append(time.perf_counter() - began)
     jax.block_until_ready(list(in_flight))
@@ -129,7 +129,7 @@ def bytes_moved(target: Any, drafter: Any, speculation: SpeculationConfig, conte
     head = weights["embed_tokens.weight" if tied else "lm_head.weight"]
     body = sum(weights.values()) - weights["embed_tokens.weight"] - (0 if tied else head)
     config = target.config
-    logits = 2 * 4 * batch * config.vocab_size // (target.layout.devices if target.vocab_split else 1)  # one row each
+    logits = 2 * 4 * batch * config.vocab_size // target.layout.shares("vocab")  # one row each
     target_row = cache_bytes_per_token(target, None)
     drafter_row = cache_bytes_per_token(target, drafter) - target_row
     nodes = speculation.budget + 1
@@ -145,7 +145,7 @@ def bytes_moved(target: Any, drafter: Any, speculation: SpeculationConfig, conte
             if name.startswith(context_only) or name.split(".")[-2] in ("k_proj", "v_proj", "k_norm")
         )
         if speculation.budget:
-            depth = speculation.draft_length or drafter.config.depth
+            depth = speculation.length(drafter.config.depth)
             block = sum(size for name, size in drafter_weights.items() if not name.startswith(context_only))
             parts["draft"] = block + head + batch * context * drafter_row + depth * logits
             # Token and log-prob of each candidate; five 32-bit fields, a flag and its row of visibility for each node.
@@ -153,18 +153,6 @@ def bytes_moved(target: Any, drafter: Any, speculation: SpeculationConfig, conte
     parts["verify"] = body + head + batch * context * target_row + nodes * logits
     parts["commit"] = features + batch * (depth + 1) * (target_row + drafter_row)
     return parts
-
-
-def weight_bytes(module: Any) -> dict[str, int]:
-    """Bytes of each weight on one device, by name."""
-    paths, _ = jax.tree_util.tree_flatten_with_path(nnx.state(module, nnx.Param))
-    return {
-        _name(path): int(np.prod(leaf.sharding.shard_shape(leaf.shape))) * leaf.dtype.itemsize for path, leaf in paths
-    }
-
-
-def _name(path: tuple[Any, ...]) -> str:
-    return ".".join(str(part.key) for part in path if hasattr(part, "key"))
 
 
 def timing_tokens(speculation: SpeculationConfig) -> int:

@@ -11,19 +11,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 
 from jaxspec.benchmark.synthetic import random_cache
-from jaxspec.benchmark.timing import seconds_ahead, seconds_waited, weight_bytes
-from jaxspec.engine.memory import cache_bytes_per_token
-from jaxspec.engine.programs import compiler_options, replicate
+from jaxspec.benchmark.timing import seconds_ahead, seconds_waited
+from jaxspec.engine.memory import cache_bytes_per_token, weight_bytes
+from jaxspec.engine.modules import FlatModule
+from jaxspec.engine.programs import compiler_options
 from jaxspec.model.families.protocols import Target
 from jaxspec.model.layers.batch import ForwardBatch
-from jaxspec.model.layers.cache import PagedCache, pool_spec, write_rows
-from jaxspec.sharding import collectives
+from jaxspec.model.layers.cache import PagedCache, write_rows
+from jaxspec.sharding.compilation import REPLICATED, lower_on_mesh, replicate, specs_of
 
-REPLICATED = PartitionSpec()
 PAGE_SIZE = 16
 COMPILERS = 4  # Programs compiled at a time; each keeps about one core busy.
 
@@ -68,8 +67,7 @@ class VerifyBench:
         report: Callable[[str], None] = lambda line: None,
     ):
         self._target, self._mesh, self._taps = target, mesh, taps
-        self._graph, state = nnx.split(target)
-        self._leaves, self._tree = jax.tree.flatten(state)
+        self._weights = FlatModule(target)
         pages = max(-(-(context + nodes + 1) // PAGE_SIZE) for nodes, context in cases)
         self._cache = random_cache(target, pages, PAGE_SIZE, mesh, target.embed_tokens.weight.dtype)
         self._table = np.random.default_rng(0).permutation(pages).astype(np.int32)[None]
@@ -100,7 +98,7 @@ class VerifyBench:
     def _call(self, nodes: int, context: int) -> tuple[jax.Array, jax.Array]:
         """The target's choices int32 [1, rows] and its experts int32 [layers, 1, rows, k]."""
         batch, kept = self._made[nodes, context]
-        self._cache, choices, experts = self._programs[nodes, context](self._leaves, self._cache, batch, kept)
+        self._cache, choices, experts = self._programs[nodes, context](self._weights.leaves, self._cache, batch, kept)
         return choices, experts
 
     def _inputs(self, nodes: int, context: int) -> tuple[ForwardBatch, jax.Array]:
@@ -124,21 +122,17 @@ class VerifyBench:
     def _lower(self, nodes: int, context: int) -> Any:
         layout = self._target.layout
 
-        def body(leaves: list[jax.Array], cache: PagedCache, batch: ForwardBatch, kept: jax.Array) -> Any:
-            target: Target = nnx.merge(self._graph, jax.tree.unflatten(self._tree, leaves))
+        def body(leaves: tuple[jax.Array, ...], cache: PagedCache, batch: ForwardBatch, kept: jax.Array) -> Any:
+            target: Target = self._weights.holding(leaves)
             output = target(batch, cache, self._taps)
-            predicted = collectives.argmax(target.logits(output.hidden), target.vocab_split)
+            predicted = target.vocab.argmax(target.logits(output.hidden))
             shares = layout.shares("page_rows")
             cache = write_rows(cache, output.rows, batch.page_table, batch.positions, kept, shares)
             return cache, predicted, output.experts
 
-        batch, kept = self._made[nodes, context]
-        pools = tuple(tuple(pool_spec(row, layout) for row in layer) for layer in self._target.cache_rows)
-        in_specs = ([leaf.sharding.spec for leaf in self._leaves], pools, REPLICATED, REPLICATED)
-        program = jax.shard_map(
-            body, mesh=self._mesh, in_specs=in_specs, out_specs=(pools, REPLICATED, REPLICATED), check_vma=False
-        )
-        return jax.jit(program, donate_argnums=1).lower(self._leaves, self._cache, batch, kept)
+        arguments = (self._weights.leaves, self._cache, *self._made[nodes, context])
+        out_specs = (specs_of(self._cache), REPLICATED, REPLICATED)
+        return lower_on_mesh(body, self._mesh, arguments, out_specs, donate=(1,))
 
 
 def pass_bytes(target: Target, rows: int, context: int, distinct: Sequence[int]) -> int:

@@ -8,31 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
-from jaxspec.config import MAX_BUDGET, MAX_STOP_IDS, EngineConfig, SamplingParams, SpeculationConfig
+from jaxspec.config import EngineConfig, Grammar, SamplingParams, SpeculationConfig
 from jaxspec.engine.admission import Admission
-from jaxspec.engine.grammar import Grammar, GrammarCompiler
-from jaxspec.engine.memory import available_bytes, cache_bytes_per_token, max_context, page_count, wanted_context
-from jaxspec.engine.memory_plan import placement_of, plan_models
-from jaxspec.engine.programs import DecodeShape, PrefillShape, Programs, bucket, replicate
-from jaxspec.engine.request import Completion, EngineLoad, Request, RequestOutput, RoundCounts
-from jaxspec.engine.scheduler import Schedule
+from jaxspec.engine.grammar import GrammarCompiler
+from jaxspec.engine.loading import load_models
+from jaxspec.engine.memory import cache_bytes_per_token, max_context, page_count
+from jaxspec.engine.model_runner import CacheSize, ModelRunner, PendingCall, RoundTokens
+from jaxspec.engine.programs import Programs
+from jaxspec.engine.request import Completion, EngineLoad, Request, RequestOutput
+from jaxspec.engine.scheduler import Scheduler
 from jaxspec.model.families.config import check_drafter
 from jaxspec.model.families.dflash import DFlashDrafter
-from jaxspec.model.layers.cache import empty_cache
 from jaxspec.model.text.tokenizer import Tokenizer
-from jaxspec.sharding.mesh import make_mesh
 from jaxspec.speculation.drafting import MakeDrafting, dflash_drafting
-from jaxspec.speculation.log_probs import TokenLogProb, host_log_probs
-from jaxspec.speculation.logits_processors import adjustments_of, no_adjustments
-from jaxspec.speculation.round import Caches, RoundResult
-from jaxspec.speculation.sampling import work_of
-from jaxspec.speculation.state import empty_rows
-
-CALLS_IN_FLIGHT = 2
-SMALLEST_PREFILL_BUCKET = 32  # tokens
-PREFILL_TOKENS = 8192  # of all requests in one prefill call
 
 
 class Engine:
@@ -82,15 +71,14 @@ class Engine:
         self._admission = Admission(
             vocab, self.max_context, self.page_count * self.config.page_size, self.eos_token_ids
         )
-        self._programs = Programs(mesh, target, drafter, make_drafting, report)
-        self._schedule = Schedule(self.config, self.page_count, self.max_context)
-        self._in_flight: collections.deque[tuple[RoundResult, list[Request]]] = collections.deque()
+        programs = Programs(mesh, target, drafter, make_drafting, report)
+        self.runner = ModelRunner(
+            programs, self.config, CacheSize(self.page_count, self.config.page_size, self.max_context)
+        )
+        self._scheduler = Scheduler(self.config, self.page_count)
+        self._in_flight: collections.deque[PendingCall] = collections.deque()
         self._next_id = 0
         self.speculation = speculation or SpeculationConfig()
-        self._caches = self._empty_caches()
-        self._state = replicate(empty_rows(self.config.slots, MAX_STOP_IDS), mesh)
-        self._adjustments = self._programs.place(no_adjustments(self.config.slots, vocab))
-        self._adjusted_slots: set[int] = set()  # slots whose row of adjustments may change logits
 
     @classmethod
     def from_checkpoints(
@@ -108,39 +96,16 @@ class Engine:
           ValueError: in one line, for a folder that is not a finished converted checkpoint, or models and settings
             that do not fit together.
         """
-        from jaxspec.model.checkpoint.description import describe_checkpoint
-        from jaxspec.model.checkpoint.loading import load_drafter, load_target, open_checkpoint
-
         config = config or EngineConfig()
-        mesh = make_mesh(config.devices)
-        plan = plan_models(
-            describe_checkpoint(open_checkpoint(target), "target"),
-            None if drafter is None else describe_checkpoint(open_checkpoint(drafter), "drafter"),
-            config,
-        )
-        context = wanted_context(config, plan.max_context)
-        free = available_bytes(mesh)
-        tokens = config.cache_tokens or context
-        if free is not None and (refusal := plan.shortfall(int(config.memory_fraction * free), tokens)):
-            raise ValueError(refusal)
-        report(f"loading target {target}")
-        target_module = load_target(Path(target), mesh, placement=placement_of(config))
-        tokenizer = Tokenizer.from_checkpoint(Path(target))
-        drafter_module = None
-        if drafter is not None:
-            report(f"loading drafter {drafter}")
-            drafter_module = load_drafter(Path(drafter), mesh, target_module.config)
-            # Most drafters bring no tokenizer: they speak in the target's ids.
-            if (Path(drafter) / "tokenizer" / "tokenizer.json").is_file():
-                check_tokenizers(tokenizer, Tokenizer.from_checkpoint(Path(drafter)))
+        loaded = load_models(target, drafter, config, report)
         return cls(
-            target_module,
-            drafter_module,
-            mesh=mesh,
+            loaded.target,
+            loaded.drafter,
+            mesh=loaded.mesh,
             speculation=speculation,
             config=config,
-            tokenizer=tokenizer,
-            eos_token_ids=tokenizer.eos_token_ids or None,
+            tokenizer=loaded.tokenizer,
+            eos_token_ids=loaded.tokenizer.eos_token_ids or None,
             report=report,
         )
 
@@ -153,7 +118,7 @@ class Engine:
     def speculation(self, value: SpeculationConfig) -> None:
         if self.has_work:
             raise ValueError(
-                f"speculation: {len(self._schedule.open)} request(s) open, expected none when it is changed"
+                f"speculation: {len(self._scheduler.open)} request(s) open, expected none when it is changed"
             )
         if self.drafter is None:
             value = SpeculationConfig(budget=0, rounds_per_call=value.rounds_per_call)
@@ -168,36 +133,36 @@ class Engine:
                 f"{self.target.config.vocab_size}"
             )
         self._speculation = value
-        self._schedule.rounds_per_call, self._schedule.tokens_per_round = value.rounds_per_call, self.depth + 1
+        self._scheduler.rounds_per_call, self._scheduler.tokens_per_round = value.rounds_per_call, self.depth + 1
 
     @property
     def depth(self) -> int:
         """L of the current setting; 0 when decoding plainly."""
         if not self.speculation.budget:
             return 0
-        return self.speculation.draft_length or self.drafter.config.depth
+        return self.speculation.length(self.drafter.config.depth)
 
     @property
     def has_work(self) -> bool:
         """Whether any request is unfinished."""
-        return bool(self._schedule.open)
+        return bool(self._scheduler.open)
 
     @property
     def dtype(self) -> str:
         """Of the weights."""
-        return str(self._programs.leaves[0].dtype)
+        return str(self.runner.programs.leaves[0].dtype)
 
     @property
     def load(self) -> EngineLoad:
         """How busy the engine is; may be read from any thread."""
-        schedule = self._schedule
+        schedule = self._scheduler
         used = self.page_count - schedule.pages.free
         return EngineLoad(len(schedule.running), len(schedule.waiting), used, self.page_count)
 
     @property
     def compiling(self) -> str | None:
         """The program that is being compiled right now, which may take minutes; may be read from any thread."""
-        return self._programs.compiling
+        return self.runner.programs.compiling
 
     def describe(self) -> list[tuple[str, str]]:
         """What the engine runs on and with, for a start-up banner."""
@@ -208,7 +173,7 @@ class Engine:
         return [
             ("devices", f"{self.mesh.size} × {device.device_kind}"),
             ("replicated axes", ", ".join(replicated) or "none"),
-            ("target", f"{self.target.config.family}, {_size(self._programs.leaves)}"),
+            ("target", f"{self.target.config.family}, {_size(self.runner.programs.leaves)}"),
             ("drafter", drafting),
             ("budget", f"N={self.speculation.budget}, K={self.speculation.top_k_cap}, L={self.depth}"),
             ("slots", str(self.config.slots)),
@@ -237,7 +202,7 @@ class Engine:
           ValueError: naming field, value and limit, for a prompt that is empty, too long or holds an id out of range.
         """
         request = self._request(prompt, sampling or SamplingParams(), priority)
-        self._schedule.queue(request)
+        self._scheduler.queue(request)
         return request.id
 
     def prepare_grammar(self, grammar: Grammar) -> None:
@@ -251,30 +216,22 @@ class Engine:
 
     def forget_prefixes(self) -> int:
         """Frees the cache pages that are only kept for requests to come; returns how many."""
-        return self._schedule.pages.forget()
+        return self._scheduler.pages.forget()
 
     def abort(self, request_id: int) -> None:
         """Ends a request; its slot and pages are free for the next call. The next `step` reports it."""
-        request = self._schedule.open.get(request_id)
-        if request is None:
-            raise ValueError(f"request_id: found {request_id}, expected an open request")
-        request.finish_reason = "abort"
+        self._scheduler.abort(request_id)
 
     def step(self) -> list[RequestOutput]:
-        """Dispatches what can run next, reads back the oldest call once two are in flight, and returns what is new."""
-        outputs = self._drop_aborted()
-        self._admit([request for request in self._schedule.assign() if request.to_prefill == 0])
-        self._dispatch_prefill()
-        # A grammar must have seen every token before it can say what may come next.
-        most = 1 if any(r.matcher is not None for r in self._schedule.running.values()) else CALLS_IN_FLIGHT
-        dispatched = len(self._in_flight) < most and self._dispatch_decode(outputs)
-        if self._in_flight and (len(self._in_flight) >= most or not dispatched):
+        """Dispatches what can run next, reads back the oldest call once enough are in flight; returns what is new."""
+        outputs = [_output(request) for request in self._scheduler.take_aborted()]
+        self.runner.admit(self._scheduler.assign())
+        self._prefill()
+        dispatched = len(self._in_flight) < self._scheduler.calls_ahead and self._decode(outputs)
+        if self._in_flight and (len(self._in_flight) >= self._scheduler.calls_ahead or not dispatched):
             self._collect(outputs)
-        if self._schedule.waiting and not (self._schedule.running or outputs):
-            raise RuntimeError(
-                f"engine: {self.load.waiting} request(s) wait with every slot free and {self._schedule.pages.free} of "
-                f"{self.page_count} pages; pages were lost, which is a fault of the engine"
-            )
+        if not outputs:
+            self._scheduler.check_progress()
         return outputs
 
     def generate(
@@ -287,7 +244,7 @@ class Engine:
         """
         if self.has_work:
             raise ValueError(
-                f"generate: found {len(self._schedule.open)} open request(s), expected none; use add and step"
+                f"generate: found {len(self._scheduler.open)} open request(s), expected none; use add and step"
             )
         if sampling is None or isinstance(sampling, SamplingParams):
             sampling = [sampling or SamplingParams()] * len(prompts)
@@ -295,7 +252,7 @@ class Engine:
             raise ValueError(f"sampling: found {len(sampling)}, expected one for each of {len(prompts)} prompts")
         requests = [self._request(prompt, one) for prompt, one in zip(prompts, sampling, strict=True)]
         for request in requests:
-            self._schedule.queue(request)
+            self._scheduler.queue(request)
         parts: dict[int, list[RequestOutput]] = {request.id: [] for request in requests}
         unfinished = set(parts)
         while unfinished:
@@ -311,15 +268,6 @@ class Engine:
         if self.tokenizer is None:
             raise ValueError("grammar: the engine has no tokenizer, expected the target's")
         return GrammarCompiler(self.tokenizer, self.target.config.vocab_size, self.eos_token_ids)
-
-    def _empty_caches(self) -> Caches:
-        def pools(module: Any) -> Any:
-            dtype = self._programs.leaves[0].dtype
-            return empty_cache(
-                module.cache_rows, self.page_count, self.config.page_size, module.layout, self.mesh, dtype
-            )
-
-        return Caches(target=pools(self.target), drafter=() if self.drafter is None else pools(self.drafter))
 
     # Requests
 
@@ -339,198 +287,57 @@ class Engine:
 
     # Calls
 
-    def _drop_aborted(self) -> list[RequestOutput]:
-        outputs: list[RequestOutput] = []
-        for request in [r for r in self._schedule.open.values() if r.finish_reason == "abort"]:
-            self._close(request, outputs)
-        return outputs
+    def _prefill(self) -> None:
+        """Processes the next chunk of every prompt that is not done."""
+        if parts := self._scheduler.next_prefill():
+            self.runner.prefill(parts)
+            self.runner.admit(self._scheduler.prefilled(parts))
 
-    def _dispatch_prefill(self) -> None:
-        """Processes the next chunk of every prompt that is not done, as far as one call's bound allows."""
-        pending = self._schedule.prefilling
-        if not pending:
-            return
-        longest = min(max(r.to_prefill for r in pending), self.config.prefill_chunk)
-        chunk = bucket(longest, self.config.prefill_chunk, SMALLEST_PREFILL_BUCKET)
-        sizes = self.config.batch_sizes
-        # The largest batch within the bound on tokens, or the smallest there is.
-        most = max((size for size in sizes if size * chunk <= PREFILL_TOKENS), default=sizes[0])
-        pending = pending[:most]
-        batch = self._schedule.batch_bucket(pending)
-        tokens, following = np.zeros((2, batch, chunk), np.int32)
-        start, count = np.zeros(batch, np.int32), np.zeros(batch, np.int32)
-        for row, request in enumerate(pending):
-            end = request.prefilled + min(request.to_prefill, chunk)
-            start[row], count[row] = request.prefilled, end - request.prefilled
-            tokens[row, : count[row]] = request.sequence[request.prefilled : end]
-            following[row, : count[row]] = request.sequence[request.prefilled + 1 : end + 1]
-        table = self._schedule.page_table(pending, batch)
-        shape = PrefillShape(batch, table.shape[1], chunk, any(r.awaits_prompt_log_probs for r in pending))
-        self._caches, log_probs = self._programs.prefill(shape, self._caches, tokens, start, count, table, following)
-        for row, request in enumerate(pending):
-            self._schedule.processed(request, int(count[row]))
-            if request.awaits_prompt_log_probs:
-                request.prompt_rows.append((log_probs, row, following[row, : count[row]].tolist()))
-        self._admit([r for r in pending if r.to_prefill == 0])
-
-    def _admit(self, requests: list[Request]) -> None:
-        """Tells the device about requests whose context is in the cache."""
-        if not requests:
-            return
-        slots = np.full(self.config.slots, self.config.slots, np.int32)
-        rows = empty_rows(self.config.slots, MAX_STOP_IDS)
-        for row, request in enumerate(requests):
-            slots[row] = request.slot or 0
-            rows.anchor[row] = request.sequence[-1]
-            rows.length[row] = len(request.sequence) - 1
-            rows.remaining[row] = request.limit - len(request.generated)
-            rows.finished[row] = False
-            rows.stop_ids[row, : len(request.stop_ids)] = request.stop_ids
-            rows.temperature[row] = 0.0 if request.sampling.greedy else request.sampling.temperature
-            for name in ("top_p", "min_p", "top_k", "choice"):
-                getattr(rows, name)[row] = getattr(request.sampling, name)
-            rows.budget[row] = MAX_BUDGET if request.sampling.budget is None else request.sampling.budget
-            rows.seed[row] = request.seed
-        self._state = self._programs.admit(self._state, slots, rows)
-        for request in requests:
-            self._admit_adjustments(request)
-
-    def _admit_adjustments(self, request: Request) -> None:
-        """Tells the device how a request adjusts its logits, or clears what the slot's last request left."""
-        slot, sampling = request.slot or 0, request.sampling
-        if not sampling.adjusted and slot not in self._adjusted_slots:
-            return
-        row = adjustments_of(sampling, request.prompt, request.generated, self.target.config.vocab_size)
-        self._adjustments = self._programs.adjust(self._adjustments, np.array([slot], np.int32), row)
-        (self._adjusted_slots.add if sampling.adjusted else self._adjusted_slots.discard)(slot)
-
-    def _dispatch_decode(self, outputs: list[RequestOutput]) -> bool:
+    def _decode(self, outputs: list[RequestOutput]) -> bool:
         """Dispatches one call for the requests that decode; False where there are none."""
-        rounds = self.speculation.rounds_per_call
-        for request in self._schedule.decoding:
-            while request.slot is not None and not self._schedule.reserve(request):
-                self._make_room(outputs)
-        requests = self._schedule.decoding
-        if not requests:
-            return False
-        batch = self._schedule.batch_bucket(requests)
-        slots = np.full(batch, self.config.slots, np.int32)
-        slots[: len(requests)] = [r.slot or 0 for r in requests]
-        capacity = np.zeros(batch, np.int32)
-        capacity[: len(requests)] = [len(r.pages) * self.config.page_size for r in requests]
-        table = self._schedule.page_table(requests, batch)
-        shape = DecodeShape(batch, table.shape[1], work_of(r.sampling for r in requests), self.speculation)
-        if any(r.matcher is not None for r in requests):
-            rounds = 1
-            result = self._guided_round(shape, requests, slots, table, capacity)
-        else:
-            self._caches, self._state, self._adjustments, result = self._programs.decode(
-                shape, self._caches, self._state, self._adjustments, slots, table, capacity
-            )
-        for array in jax.tree.leaves(result):
-            array.copy_to_host_async()
-        for request in requests:
-            request.in_flight += rounds
-        self._in_flight.append((result, requests))
-        return True
-
-    def _guided_round(
-        self, shape: DecodeShape, requests: list[Request], slots: np.ndarray, table: np.ndarray, capacity: np.ndarray
-    ) -> RoundResult:
-        """One round in three programs; the host makes the grammars' masks while the target's pass runs."""
-        tree = self._programs.draft(shape, self._caches, self._state, slots, table)
-        output = self._programs.verify(shape, self._caches, self._state, slots, table, tree)
-        tokens, parents, valid = (np.asarray(x) for x in (tree.tokens, tree.parents, tree.valid))
-        words = -(-self.target.config.vocab_size // 32)
-        allowed = np.full((*tokens.shape, words), 2**32 - 1, np.uint32)
-        for row, request in enumerate(requests):
-            if request.matcher is not None:
-                allowed[row] = request.matcher.allowed(tokens[row], parents[row], valid[row])
-        self._caches, self._state, self._adjustments, result = self._programs.settle(
-            shape, self._caches, self._state, self._adjustments, slots, table, capacity, tree, output, allowed
-        )
-        return result
+        while (requests := self._scheduler.next_decode()) is None:
+            self._make_room(outputs)
+        if requests:
+            call = self.runner.decode(requests, self.speculation)
+            self._scheduler.dispatched(requests, call.rounds)
+            self._in_flight.append(call)
+        return bool(requests)
 
     def _make_room(self, outputs: list[RequestOutput]) -> None:
         """Frees pages: reads back every call in flight, then, if none ended a request, pauses the last in turn."""
-        free = self._schedule.pages.free
+        free = self._scheduler.pages.free
         while self._in_flight:
             self._collect(outputs)
-        if self._schedule.pages.free == free:
-            self._schedule.pause_last()
+        if self._scheduler.pages.free == free:
+            self._scheduler.pause_last()
 
     def _collect(self, outputs: list[RequestOutput]) -> None:
         """Reads back the oldest call in flight."""
-        result, requests = self._in_flight.popleft()
-        tokens, counts, accepted, drafted, finished = (
-            np.asarray(x) for x in (result.tokens, result.count, result.accepted, result.drafted, result.finished)
-        )  # [rounds, batch, ...]
-        depth = tokens.shape[-1] - 1
-        for row, request in enumerate(requests):
-            request.in_flight -= len(tokens)
-            if request.id not in self._schedule.open or request.finish_reason is not None:
+        call = self._in_flight.popleft()
+        for request, rounds, ended in call.read():
+            tokens = [token for one in rounds for token in one.tokens]
+            if not self._scheduler.read_back(request, call.rounds, tokens, ended):
                 continue
-            new: list[int] = []
-            log_probs: list[TokenLogProb] = []
-            rounds: list[RoundCounts] = []
-            for index in np.flatnonzero(counts[:, row]):
-                done = RoundCounts(*(int(x[index, row]) for x in (counts, accepted, drafted)))
-                chosen = tokens[index, row, : done.produced].tolist()
-                new += chosen
-                if request.sampling.log_probs is not None:
-                    rows = jax.tree.map(lambda array, index=index: np.asarray(array)[index], result.log_probs)
-                    log_probs += host_log_probs(rows, row, chosen, request.sampling.log_probs)
-                request.statistics.record(done, depth)
-                rounds.append(done)
-            request.generated += new
-            if request.matcher is not None:
-                request.matcher.advance(new)
-            request.prefilled += len(new)
-            if request.matcher is not None and request.matcher.failed:
-                request.finish_reason = "grammar"
-                self._close(request, outputs, new, rounds, log_probs)
-            elif finished[-1, row]:
-                request.finish_reason = "stop" if request.generated[-1] in request.stop_ids else "length"
-                self._close(request, outputs, new, rounds, log_probs)
-            elif new:
-                outputs.append(self._output(request, new, rounds, log_probs))
-
-    def _close(
-        self,
-        request: Request,
-        outputs: list[RequestOutput],
-        new: Sequence[int] = (),
-        rounds: Sequence[RoundCounts] = (),
-        log_probs: Sequence[TokenLogProb] = (),
-    ) -> None:
-        self._schedule.close(request)
-        outputs.append(self._output(request, new, rounds, log_probs))
-
-    def _output(
-        self, request: Request, new: Sequence[int], rounds: Sequence[RoundCounts], log_probs: Sequence[TokenLogProb]
-    ) -> RequestOutput:
-        """What a step brought for a request, the prompt's log-probabilities with its first tokens."""
-        queued, request.queued_seconds = request.queued_seconds, None
-        return RequestOutput(
-            request.id,
-            list(new),
-            request.finish_reason,
-            request.statistics if request.finish_reason is not None else None,
-            tuple(rounds),
-            list(log_probs),
-            request.take_prompt_log_probs() if new else [],
-            request.statistics.cached_tokens,
-            queued,
-        )
+            for one in rounds:
+                request.statistics.record(one.counts, call.depth)
+            if rounds or request.finish_reason is not None:
+                outputs.append(_output(request, rounds))
 
 
-def check_tokenizers(target: Tokenizer, drafter: Tokenizer) -> None:
-    """Raises ValueError where the drafter's tokenizer gives other ids than the target's."""
-    if target.fingerprint != drafter.fingerprint:
-        raise ValueError(
-            f"drafter tokenizer: found fingerprint {drafter.fingerprint[:12]}, but the target's is "
-            f"{target.fingerprint[:12]}: a drafter of another tokenizer"
-        )
+def _output(request: Request, rounds: Sequence[RoundTokens] = ()) -> RequestOutput:
+    """What a step brought for a request, the prompt's log-probabilities with its first tokens."""
+    queued, request.queued_seconds = request.queued_seconds, None
+    return RequestOutput(
+        request.id,
+        [token for one in rounds for token in one.tokens],
+        request.finish_reason,
+        request.statistics if request.finish_reason is not None else None,
+        tuple(one.counts for one in rounds),
+        [entry for one in rounds for entry in one.log_probs],
+        request.take_prompt_log_probs() if rounds else [],
+        request.statistics.cached_tokens,
+        queued,
+    )
 
 
 def _size(leaves: tuple[jax.Array, ...]) -> str:

@@ -58,23 +58,33 @@ def page_count(config: EngineConfig, context: int, target: Any, drafter: Any, me
     free = available_bytes(mesh)
     if free is None:
         return pages
-    modules = [target] if drafter is None else [target, drafter]
-    kept_free = (1 - config.memory_fraction) * (free + weight_bytes(*modules))
-    room = max(0, int(free - kept_free))
-    if config.cache_tokens is None and room // page_bytes >= -(-context // config.page_size):
-        return min(pages, room // page_bytes)
-    if pages * page_bytes > room:
+    weights = sum(weight_bytes(target).values()) + (0 if drafter is None else sum(weight_bytes(drafter).values()))
+    room = int(config.memory_fraction * (free + weights))
+    fitting = pages_beside(room, weights, page_bytes)
+    if config.cache_tokens is None and fitting >= -(-context // config.page_size):
+        return min(pages, fitting)
+    if pages > fitting:
         raise ValueError(
-            f"cache_tokens: {tokens} tokens need {pages * page_bytes / 1e9:.2f} GB a device, found {room / 1e9:.2f} GB "
+            f"cache_tokens: {tokens} tokens need {pages * page_bytes / 1e9:.2f} GB a device, found "
+            f"{max(0, room - weights) / 1e9:.2f} GB "
             f"free within memory_fraction {config.memory_fraction:g}; lower slots, max_context or cache_tokens"
         )
     return pages
 
 
-def weight_bytes(*modules: Any) -> int:
-    """Bytes of weights that the modules, filled with arrays, hold on each device."""
-    leaves = [leaf for module in modules for leaf in jax.tree.leaves(nnx.state(module, nnx.Param))]
-    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
+def pages_beside(room: int, weights: int, page_bytes: int) -> int:
+    """Whole cache pages that fit beside `weights` bytes into the `room` bytes of a device that both may take."""
+    return max(0, room - weights) // page_bytes
+
+
+def weight_bytes(module: Any) -> dict[str, int]:
+    """Bytes that each weight of a module, filled with arrays, takes on one device, by name."""
+    paths, _ = jax.tree_util.tree_flatten_with_path(nnx.state(module, nnx.Param))
+    sizes = {}
+    for path, leaf in paths:
+        name = ".".join(str(part.key) for part in path if hasattr(part, "key"))
+        sizes[name] = math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+    return sizes
 
 
 def available_bytes(mesh: jax.sharding.Mesh) -> int | None:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from jaxspec.config import EngineConfig
 from jaxspec.engine.expert_routing import busiest_experts, distinct_experts
-from jaxspec.engine.memory import cache_bytes_per_token
+from jaxspec.engine.memory import cache_bytes_per_token, pages_beside
 from jaxspec.model.checkpoint.description import Description
 from jaxspec.model.families.config import check_drafter
 from jaxspec.model.layers.parameters import WeightSpec, declared
@@ -100,8 +100,8 @@ class Plan:
 
     def cache_tokens(self, room: int) -> int:
         """Tokens that the caches hold in whole pages, where weights and caches have `room` bytes of each device."""
-        page = self.page_size * self.cache_bytes_per_token
-        return max(0, room - self.weight_bytes) // page * self.page_size
+        page_bytes = self.page_size * self.cache_bytes_per_token
+        return pages_beside(room, self.weight_bytes, page_bytes) * self.page_size
 
     def shortfall(self, room: int, tokens: int) -> str | None:
         """Says, with the numbers, why weights and a cache of `tokens` do not fit into `room` bytes; None if they do."""

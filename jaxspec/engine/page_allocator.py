@@ -35,7 +35,7 @@ class PageAllocator:
     """
 
     def __init__(self, pages: int, page_size: int, keep_prefixes: bool = True):
-        self.pages, self._page_size, self._keep_prefixes = pages, page_size, keep_prefixes
+        self.count, self._page_size, self._keep_prefixes = pages, page_size, keep_prefixes
         self._free = list(range(pages - 1, -1, -1))
         self._root = _Prefix(-1, (), None)
         self._kept: dict[int, _Prefix] = {}  # by page
@@ -47,6 +47,10 @@ class PageAllocator:
     def free(self) -> int:
         """Pages that nobody holds."""
         return len(self._free) + len(self._idle)
+
+    def holding(self, tokens: int) -> int:
+        """How many pages so many tokens need."""
+        return -(-tokens // self._page_size)
 
     def take(self, count: int) -> list[int] | None:
         """`count` pages, or None (and nothing taken) where fewer are free; the longest unused prefixes give way."""

@@ -1,31 +1,40 @@
 """The compiled programs of an engine: few, named, of fixed shapes.
 
 A program is what one device runs, inside `jax.shard_map` over the mesh. Weights enter as a flat tuple and are never
-donated; caches and state are donated, so a commit writes in place.
+donated; the carry is, so that a commit writes in place.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-from flax import nnx
-from jax.sharding import PartitionSpec
 
 from jaxspec.config import SpeculationConfig
+from jaxspec.engine.modules import FlatModule
 from jaxspec.model.layers.batch import ForwardOutput
-from jaxspec.model.layers.cache import RowSpec, pool_spec
-from jaxspec.sharding.layout import Layout
-from jaxspec.speculation.drafting import Drafting, MakeDrafting, no_drafting
+from jaxspec.model.layers.cache import RowSpec
+from jaxspec.sharding.compilation import REPLICATED, compile_on_mesh, specs_of
+from jaxspec.speculation.drafting import MakeDrafting, no_drafting
 from jaxspec.speculation.log_probs import LogProbRows
-from jaxspec.speculation.logits_processors import AXES, Adjustments, put_row
-from jaxspec.speculation.round import Caches, RoundResult, decode_round, draft_tree, prefill, settle, verify
-from jaxspec.speculation.sampling import SamplingWork
-from jaxspec.speculation.state import DecodeState, put_slots, take_slots
+from jaxspec.speculation.prefill import PromptChunk, prefill
+from jaxspec.speculation.round import (
+    Batch,
+    Carry,
+    Models,
+    RoundOptions,
+    RoundResult,
+    Verified,
+    accept,
+    commit,
+    decode_round,
+    draft,
+    verify,
+)
+from jaxspec.speculation.sampling import SamplingMode
+from jaxspec.speculation.slot_table import COLUMNS, SlotTable, admit, put, slot_specs, take
 from jaxspec.speculation.tree import DraftTree
-
-REPLICATED = PartitionSpec()
 
 # Lets independent kernels of a CUDA graph overlap, instead of running one after another. Measured on an H200: a plain
 # step got faster (Qwen3-8B's shape 6.1 to 5.5 ms, a share of Kimi K2.6 14.2 to 8.6 ms), rounds with a drafter slower.
@@ -38,11 +47,16 @@ class DecodeShape:
 
     batch: int
     pages: int
-    work: SamplingWork
+    sampling: SamplingMode
     speculation: SpeculationConfig
 
+    @property
+    def options(self) -> RoundOptions:
+        """Of its rounds."""
+        return RoundOptions(self.speculation.budget, self.sampling)
+
     def __str__(self) -> str:
-        return f"decode {self.batch} slot(s), {self.pages} pages, N={self.speculation.budget}, {self.work}"
+        return f"decode {self.batch} slot(s), {self.pages} pages, N={self.speculation.budget}, {self.sampling}"
 
 
 @dataclass(frozen=True)
@@ -57,14 +71,6 @@ class PrefillShape:
     def __str__(self) -> str:
         extra = ", log-probs" if self.log_probs else ""
         return f"prefill {self.batch} slot(s), {self.pages} pages, {self.chunk} tokens{extra}"
-
-
-def bucket(value: int, largest: int, smallest: int = 1) -> int:
-    """The least of smallest, 4 · smallest, 16 · smallest, …, capped at `largest`, that holds `value`."""
-    size = smallest
-    while size < value:
-        size *= 4
-    return min(size, largest)
 
 
 @dataclass
@@ -85,20 +91,12 @@ class Programs:
     drafter: Any
     make_drafting: MakeDrafting
     report: Callable[[str], None] = lambda line: None
-    compiled: dict[Any, Callable[..., Any]] = field(default_factory=dict)
+    compiled: dict[Hashable, Callable[..., Any]] = field(default_factory=dict)
     compiling: str | None = None
 
     def __post_init__(self) -> None:
-        modules = (self.target,) if self.drafter is None else (self.target, self.drafter)
-        split = [nnx.split(module) for module in modules]
-        flat = [jax.tree.flatten(state) for _, state in split]
-        self.leaves = tuple(leaf for leaves, _ in flat for leaf in leaves)
-        self._leaf_specs = tuple(leaf.sharding.spec for leaf in self.leaves)
-        self._rebuild = [(graph, tree, len(leaves)) for (graph, _), (leaves, tree) in zip(split, flat, strict=True)]
-        self._cache_specs = Caches(
-            target=_pool_specs(self.target.cache_rows, self.target.layout),
-            drafter=_pool_specs(self.drafter.cache_rows, self.drafter.layout) if self.drafter is not None else (),
-        )
+        self._target, self._drafter = FlatModule(self.target), FlatModule(self.drafter)
+        self.leaves = self._target.leaves + self._drafter.leaves
         # New rows are split as the pools are that they go to, but for pages whose rows are split.
         layout = self.target.layout
         rows = jax.tree.map(
@@ -106,207 +104,135 @@ class Programs:
             self.target.cache_rows,
             is_leaf=lambda node: isinstance(node, RowSpec),
         )
-        self.output_specs = ForwardOutput(REPLICATED, REPLICATED, rows, REPLICATED)  # type: ignore[arg-type]
-        self._adjustment_specs = Adjustments(**{name: self.target.layout.spec(axes) for name, axes in AXES.items()})
+        output = ForwardOutput(REPLICATED, REPLICATED, rows, REPLICATED)  # type: ignore[arg-type]
+        self.verified_specs = Verified(REPLICATED, output)  # type: ignore[arg-type]
 
-    def decode(self, shape: DecodeShape, *arguments: Any) -> tuple[Caches, DecodeState, Adjustments, RoundResult]:
-        """Runs `rounds_per_call` rounds; results have a leading axis of rounds.
+    def decode(self, shape: DecodeShape, carry: Carry, batch: Batch) -> tuple[Carry, RoundResult]:
+        """Runs `rounds_per_call` rounds; results have a leading axis of rounds. Donates the carry."""
 
-        Args:
-          arguments: caches, state, adjustments (all donated), slots int32 [batch], page_table int32 [batch, pages],
-            capacity int32 [batch].
-        """
-        return self._call(shape, self._decode_body(shape), 3, arguments)
+        def body(leaves: Any, carry: Carry, batch: Batch) -> tuple[Carry, RoundResult]:
+            models, options = self._models(leaves, shape.speculation), shape.options
 
-    def draft(self, shape: DecodeShape, *arguments: Any) -> DraftTree:
-        """The first part of a round that waits for the host's masks.
+            def one_round(part: Carry, _: None) -> tuple[Carry, RoundResult]:
+                return decode_round(models, part, batch, options)
 
-        Args:
-          arguments: caches, state, slots int32 [batch], page_table int32 [batch, pages]; none is donated.
-        """
-        return self._call(("draft", shape), self._draft_body(shape), 0, arguments)[0]
+            # A trip count of one is unrolled by the compiler; a longer loop keeps the caches in place.
+            rounds = shape.speculation.rounds_per_call
+            part, results = jax.lax.scan(one_round, _of_batch(carry, batch), length=rounds)
+            return _of_all(carry, batch, part, options), results
 
-    def verify(self, shape: DecodeShape, *arguments: Any) -> ForwardOutput:
-        """The second part: the target's pass.
+        return self._run(shape, body, (carry, batch), (specs_of(carry), REPLICATED), donate_carry=True)
 
-        Args:
-          arguments: those of `draft`, and the tree.
-        """
-        return self._call(("verify", shape), self._verify_body(shape), 0, arguments, self.output_specs)[0]
+    def draft(self, shape: DecodeShape, carry: Carry, batch: Batch) -> DraftTree:
+        """The first part of a round that waits for the host's masks."""
 
-    def settle(self, shape: DecodeShape, *arguments: Any) -> tuple[Caches, DecodeState, Adjustments, RoundResult]:
-        """The last part.
+        def body(leaves: Any, carry: Carry, batch: Batch) -> DraftTree:
+            models = self._models(leaves, shape.speculation)
+            return draft(models, _of_batch(carry, batch), batch, shape.options)
 
-        Args:
-          arguments: those of `decode`, the tree, the target's output, and masks uint32 [batch, rows, words].
-        """
-        return self._call(("settle", shape), self._settle_body(shape), 3, arguments)
+        return self._run(("draft", shape), body, (carry, batch), REPLICATED)
 
-    def prefill(self, shape: PrefillShape, *arguments: Any) -> tuple[Caches, LogProbRows]:
-        """Processes one chunk of prompt for each row.
+    def verify(self, shape: DecodeShape, carry: Carry, batch: Batch, tree: DraftTree) -> Verified:
+        """The second part: the target's pass."""
 
-        Args:
-          arguments: caches (donated), tokens int32 [batch, chunk], start int32 [batch], count int32 [batch],
-            page_table int32 [batch, pages], following int32 [batch, chunk].
-        """
-        return self._call(shape, self._prefill_body(shape), 1, arguments)
+        def body(leaves: Any, carry: Carry, batch: Batch, tree: DraftTree) -> Verified:
+            models = self._models(leaves, shape.speculation)
+            return verify(models, _of_batch(carry, batch), batch, tree)
 
-    def admit(self, *arguments: Any) -> DecodeState:
-        """Fills slots: state (donated), slots int32 [n], their rows as a `DecodeState`."""
-        return self._call(
-            "admit", lambda leaves, state, slots, rows: (put_slots(state, slots, rows), ()), 1, arguments
-        )[0]
+        return self._run(("verify", shape), body, (carry, batch, tree), self.verified_specs)
 
-    def adjust(self, *arguments: Any) -> Adjustments:
-        """Fills one slot: adjustments (donated), slot int32 [1], its row."""
-        return self._call("adjust", lambda leaves, *rest: (put_row(*rest), ()), 1, arguments)[0]
+    def accept_and_commit(
+        self, shape: DecodeShape, carry: Carry, batch: Batch, verified: Verified
+    ) -> tuple[Carry, RoundResult]:
+        """The last part, with the host's masks in `batch`; as `decode` with one round. Donates the carry."""
 
-    def place(self, adjustments: Adjustments) -> Adjustments:
-        """Puts the rows of all slots on the mesh, split as the logits are."""
+        def body(leaves: Any, carry: Carry, batch: Batch, verified: Verified) -> tuple[Carry, RoundResult]:
+            models, part, options = self._models(leaves, shape.speculation), _of_batch(carry, batch), shape.options
+            accepted = accept(models, part, batch, verified, options)
+            part, result = commit(models, part, batch, verified, accepted, options)
+            return _of_all(carry, batch, part, options), jax.tree.map(lambda array: array[None], result)
+
+        name, arguments = ("accept and commit", shape), (carry, batch, verified)
+        return self._run(name, body, arguments, (specs_of(carry), REPLICATED), donate_carry=True)
+
+    def prefill(self, shape: PrefillShape, carry: Carry, chunk: PromptChunk) -> tuple[Carry, LogProbRows]:
+        """Processes one chunk of prompt for each request. Donates the carry."""
+
+        def body(leaves: Any, carry: Carry, chunk: PromptChunk) -> tuple[Carry, LogProbRows]:
+            models = self._models(leaves, SpeculationConfig())
+            caches, log_probs = prefill(models, carry.caches, chunk, shape.log_probs)
+            return Carry(caches, carry.slots), log_probs
+
+        return self._run(shape, body, (carry, chunk), (specs_of(carry), REPLICATED), donate_carry=True)
+
+    def admit(self, table: SlotTable, slots: Any, rows: dict[str, Any]) -> SlotTable:
+        """Fills slots, int32 [requests], with requests' columns. Donates the table."""
+
+        def body(leaves: Any, table: SlotTable, slots: Any, rows: dict[str, Any]) -> SlotTable:
+            return admit(table, slots, rows)
+
+        split = slot_specs(self.target.layout)
+        rows = {
+            name: self.place(column, getattr(split, name)) if COLUMNS[name].per_token else column
+            for name, column in rows.items()
+        }
+        name = f"admit {len(slots)} request(s), {len(rows)} columns"
+        return self._run(name, body, (table, slots, rows), specs_of(table), donate_carry=True)
+
+    def place(self, tree: Any, specs: Any) -> Any:
+        """Puts host arrays on the mesh, split as `specs` says."""
         return jax.tree.map(
-            lambda column, spec: jax.device_put(column, jax.sharding.NamedSharding(self.mesh, spec)),
-            adjustments,
-            self._adjustment_specs,
+            lambda array, spec: jax.device_put(array, jax.sharding.NamedSharding(self.mesh, spec)), tree, specs
         )
 
-    def modules(self, leaves: tuple[jax.Array, ...]) -> list[Any]:
-        """The modules again, holding `leaves`."""
-        modules, taken = [], 0
-        for graph, tree, count in self._rebuild:
-            modules.append(nnx.merge(graph, jax.tree.unflatten(tree, leaves[taken : taken + count])))
-            taken += count
-        return modules
+    def _models(self, leaves: tuple[jax.Array, ...], speculation: SpeculationConfig) -> Models:
+        """One device's models, holding `leaves`."""
+        count = len(self._target.leaves)
+        target, drafter = self._target.holding(leaves[:count]), self._drafter.holding(leaves[count:])
+        if drafter is None:
+            return Models(target, no_drafting())
+        length = speculation.length(self.drafter.config.depth)
+        return Models(target, self.make_drafting(drafter, target, length, speculation.top_k_cap))
 
-    def drafting(self, modules: list[Any], speculation: SpeculationConfig) -> Drafting:
-        """The drafting functions of one device's modules."""
-        if self.drafter is None:
-            return no_drafting()
-        length = speculation.draft_length or self.drafter.config.depth
-        return self.make_drafting(modules[1], modules[0], length, speculation.top_k_cap)
-
-    def _decode_body(self, shape: DecodeShape) -> Callable[..., Any]:
-        speculation = shape.speculation
-
-        def body(leaves, caches, state, adjustments, slots, page_table, capacity):  # type: ignore[no-untyped-def]
-            modules = self.modules(leaves)
-            drafting = self.drafting(modules, speculation)
-
-            def one_round(carry, _):  # type: ignore[no-untyped-def]
-                caches, rows, adjustments = carry
-                caches, rows, adjustments, result = decode_round(
-                    modules[0],
-                    drafting,
-                    caches,
-                    rows,
-                    adjustments,
-                    slots,
-                    page_table,
-                    capacity,
-                    speculation.budget,
-                    shape.work,
-                )
-                return (caches, rows, adjustments), result
-
-            carry = (caches, take_slots(state, slots), adjustments)
-            # A trip count of one is unrolled by the compiler; a longer loop keeps the caches in place.
-            (caches, rows, adjustments), results = jax.lax.scan(one_round, carry, length=speculation.rounds_per_call)
-            return caches, put_slots(state, slots, rows), adjustments, results
-
-        return body
-
-    def _draft_body(self, shape: DecodeShape) -> Callable[..., Any]:
-        def body(leaves, caches, state, slots, page_table):  # type: ignore[no-untyped-def]
-            drafting = self.drafting(self.modules(leaves), shape.speculation)
-            return (draft_tree(drafting, caches, take_slots(state, slots), page_table, shape.speculation.budget),)
-
-        return body
-
-    def _verify_body(self, shape: DecodeShape) -> Callable[..., Any]:
-        def body(leaves, caches, state, slots, page_table, tree):  # type: ignore[no-untyped-def]
-            modules = self.modules(leaves)
-            drafting = self.drafting(modules, shape.speculation)
-            return (verify(modules[0], drafting, caches, take_slots(state, slots), page_table, tree),)
-
-        return body
-
-    def _settle_body(self, shape: DecodeShape) -> Callable[..., Any]:
-        def body(leaves, caches, state, adjustments, slots, page_table, capacity, tree, output, allowed):  # type: ignore[no-untyped-def]
-            modules = self.modules(leaves)
-            drafting = self.drafting(modules, shape.speculation)
-            depth = drafting.depth if shape.speculation.budget else 0
-            caches, rows, adjustments, result = settle(
-                modules[0],
-                drafting,
-                caches,
-                take_slots(state, slots),
-                adjustments,
-                slots,
-                page_table,
-                capacity,
-                tree,
-                output,
-                allowed,
-                depth,
-                shape.work,
-            )
-            results = jax.tree.map(lambda array: array[None], result)  # one round
-            return caches, put_slots(state, slots, rows), adjustments, results
-
-        return body
-
-    def _prefill_body(self, shape: PrefillShape) -> Callable[..., Any]:
-        def body(leaves, caches, tokens, start, count, page_table, following):  # type: ignore[no-untyped-def]
-            modules = self.modules(leaves)
-            drafting = self.drafting(modules, SpeculationConfig())
-            return prefill(modules[0], drafting, caches, tokens, start, count, page_table, following, shape.log_probs)
-
-        return body
-
-    def _call(
-        self, key: Any, body: Callable[..., Any], donated: int, arguments: tuple[Any, ...], results: Any = REPLICATED
+    def _run(
+        self,
+        key: Hashable,
+        body: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        out_specs: Any,
+        donate_carry: bool = False,
     ) -> Any:
         if key not in self.compiled:
-            self.compiled[key] = self._compile(key, body, donated, arguments, results)
+            began = time.perf_counter()
+            plain = isinstance(key, DecodeShape) and self.drafter is None
+            self.compiling = " of ".join(map(str, key)) if isinstance(key, tuple) else str(key)
+            name = self.compiling
+            try:
+                self.compiled[key] = compile_on_mesh(
+                    body,
+                    self.mesh,
+                    (self.leaves, *arguments),
+                    out_specs,
+                    donate=(1,) if donate_carry else (),
+                    options=compiler_options(self.mesh, plain),
+                )
+            finally:
+                self.compiling = None
+            self.report(f"compiled {name} in {time.perf_counter() - began:.1f} s")
         return self.compiled[key](self.leaves, *arguments)
 
-    def _compile(
-        self, key: Any, body: Callable[..., Any], donated: int, arguments: tuple[Any, ...], results: Any
-    ) -> Any:
-        began = time.perf_counter()
-        split = {
-            Caches: self._cache_specs,
-            Adjustments: self._adjustment_specs,
-            ForwardOutput: self.output_specs,
-        }
-        specs = tuple(split.get(type(argument), REPLICATED) for argument in arguments)
-        in_specs = (self._leaf_specs, *specs)
-        # Every program returns what was donated to it, and then its results.
-        out_specs = (*specs[:donated], results)
-        # Replicated outputs are equal on all devices by construction; the checker cannot see that of gathered ones.
-        program = jax.shard_map(body, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-        jitted = jax.jit(program, donate_argnums=tuple(range(1, 1 + donated)))
-        plain = isinstance(key, DecodeShape) and self.drafter is None
-        name = " of ".join(map(str, key)) if isinstance(key, tuple) else str(key)
-        self.compiling = name
-        try:
-            compiled = jitted.lower(self.leaves, *arguments).compile(
-                compiler_options=compiler_options(self.mesh, plain)
-            )
-        finally:
-            self.compiling = None
-        self.report(f"compiled {name} in {time.perf_counter() - began:.1f} s")
-        return compiled
+
+def _of_batch(carry: Carry, batch: Batch) -> Carry:
+    """The carry of a call: the caches, and the rows of the batch's slots."""
+    return Carry(carry.caches, take(carry.slots, batch.slots))
 
 
-def _pool_specs(rows: tuple[tuple[RowSpec, ...], ...], layout: Layout) -> Any:
-    return tuple(tuple(pool_spec(row, layout) for row in layer) for layer in rows)
+def _of_all(carry: Carry, batch: Batch, part: Carry, options: RoundOptions) -> Carry:
+    """The carry of all slots again, with what a call changed in its batch's."""
+    slots = put(carry.slots, batch.slots, part.slots, per_token=options.sampling.processed)
+    return Carry(part.caches, slots)
 
 
 def compiler_options(mesh: jax.sharding.Mesh, plain: bool) -> dict[str, str | bool]:
     """XLA's options, beside the defaults, for a program of a mesh that decodes without a drafter, or another."""
     return PLAIN_GPU_OPTIONS if plain and mesh.devices.flat[0].platform == "gpu" else {}
-
-
-def replicate(tree: Any, mesh: jax.sharding.Mesh) -> Any:
-    """Puts host arrays on every device of the mesh."""
-    return jax.device_put(tree, jax.sharding.NamedSharding(mesh, REPLICATED))

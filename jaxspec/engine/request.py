@@ -1,11 +1,17 @@
 """A request inside the engine, and what comes out of it."""
 
+import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from jaxspec.config import SamplingParams
-from jaxspec.engine.grammar import GrammarMatcher
-from jaxspec.speculation.log_probs import LogProbRows, TokenLogProb, host_log_probs
+from jaxspec.engine.finish_reason import FinishReason
+from jaxspec.engine.token_log_probs import TokenLogProb, host_log_probs
+
+if TYPE_CHECKING:
+    from jaxspec.engine.grammar import GrammarMatcher
+    from jaxspec.speculation.log_probs import LogProbRows
 
 
 @dataclass
@@ -75,8 +81,7 @@ class RequestOutput:
 
     Attributes:
       tokens: the new ones.
-      finish_reason: with the last output "stop", "length", "abort", or "grammar" where the grammar allowed no token,
-        which then were chosen regardless; else None.
+      finish_reason: with the last output; else None.
       statistics: with the last output.
       rounds: that produced the tokens, in order.
       log_probs: of `tokens`, where the request asked for them.
@@ -87,7 +92,7 @@ class RequestOutput:
 
     request_id: int
     tokens: list[int]
-    finish_reason: str | None = None
+    finish_reason: FinishReason | None = None
     statistics: RequestStatistics | None = None
     rounds: tuple[RoundCounts, ...] = ()
     log_probs: list[TokenLogProb] = field(default_factory=list)
@@ -111,7 +116,7 @@ class Completion:
     """A request's whole answer."""
 
     tokens: list[int]
-    finish_reason: str
+    finish_reason: FinishReason
     statistics: RequestStatistics
     log_probs: list[TokenLogProb] = field(default_factory=list)
     prompt_log_probs: list[TokenLogProb] = field(default_factory=list)
@@ -131,9 +136,18 @@ class Completion:
         )
 
 
+class RequestState(enum.Enum):
+    """Where a request is on its way through the engine."""
+
+    WAITING = enum.auto()  # for a slot and pages
+    PREFILLING = enum.auto()
+    DECODING = enum.auto()
+    FINISHED = enum.auto()
+
+
 @dataclass(eq=False)
 class Request:
-    """The engine's own record of a request.
+    """The engine's own record of a request. The scheduler alone moves it from state to state.
 
     Attributes:
       limit: new tokens at most, context included.
@@ -163,10 +177,25 @@ class Request:
     pages: list[int] = field(default_factory=list)
     prefilled: int = 0
     in_flight: int = 0
-    matcher: GrammarMatcher | None = None
-    prompt_rows: list[tuple[LogProbRows, int, list[int]]] = field(default_factory=list)
-    finish_reason: str | None = None
+    matcher: "GrammarMatcher | None" = None
+    prompt_rows: "list[tuple[LogProbRows, int, list[int]]]" = field(default_factory=list)
+    finish_reason: FinishReason | None = None
     statistics: RequestStatistics = field(default_factory=RequestStatistics)
+
+    @property
+    def state(self) -> RequestState:
+        """Where the request is."""
+        if self.finish_reason is not None:
+            return RequestState.FINISHED
+        if self.slot is None:
+            return RequestState.WAITING
+        return RequestState.PREFILLING if self.to_prefill > 0 else RequestState.DECODING
+
+    @property
+    def taken_slot(self) -> int:
+        """The slot of a request that has one."""
+        assert self.slot is not None
+        return self.slot
 
     @property
     def sequence(self) -> list[int]:

@@ -1,25 +1,39 @@
-"""Who runs next: requests in the queue and in slots, and the cache pages that they hold. All of it on the host."""
+"""Who runs next: requests in the queue and in slots, and the cache pages that they hold. All of it on the host.
+
+The scheduler alone moves a request from state to state: waiting, prefilling, decoding, finished, and back to waiting
+where pages run out.
+"""
 
 import bisect
 import time
-
-import numpy as np
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from jaxspec.config import EngineConfig
+from jaxspec.engine.buckets import SMALLEST_CHUNK, bucket
+from jaxspec.engine.finish_reason import FinishReason
 from jaxspec.engine.page_allocator import PageAllocator
-from jaxspec.engine.programs import bucket
-from jaxspec.engine.request import Request
+from jaxspec.engine.request import Request, RequestState
 
-SMALLEST_CONTEXT_BUCKET = 256  # tokens
+CALLS_AHEAD = 2  # decoding calls dispatched before the oldest is read back
+PREFILL_TOKENS = 8192  # of all requests in one prefill call
 
 
-class Schedule:
+@dataclass(frozen=True)
+class PromptPart:
+    """The next `count` tokens of a request's prompt, from position `start` on."""
+
+    request: Request
+    start: int
+    count: int
+
+
+class Scheduler:
     """The requests of one engine.
 
     Args:
       config: sizes.
       page_count: pages of the cache.
-      max_context: tokens that a request may reach.
 
     Attributes:
       waiting: requests without a slot, in the order of their turns.
@@ -29,8 +43,8 @@ class Schedule:
       rounds_per_call, tokens_per_round: what a decoding call may commit.
     """
 
-    def __init__(self, config: EngineConfig, page_count: int, max_context: int):
-        self._config, self._page_count, self._max_context = config, page_count, max_context
+    def __init__(self, config: EngineConfig, page_count: int):
+        self._config = config
         self.waiting: list[Request] = []
         self.running: dict[int, Request] = {}
         self.open: dict[int, Request] = {}
@@ -40,12 +54,17 @@ class Schedule:
     @property
     def prefilling(self) -> list[Request]:
         """Requests in slots whose prompts are not done."""
-        return [request for request in self.running.values() if request.to_prefill > 0]
+        return [request for request in self.running.values() if request.state == RequestState.PREFILLING]
 
     @property
     def decoding(self) -> list[Request]:
         """Requests in slots that a decoding call may bring tokens for."""
-        return [r for r in self.running.values() if r.to_prefill <= 0 and not r.certain_to_finish]
+        return [r for r in self.running.values() if r.state == RequestState.DECODING and not r.certain_to_finish]
+
+    @property
+    def calls_ahead(self) -> int:
+        """How many decoding calls may be in flight; a grammar must see every token before it says what may follow."""
+        return 1 if any(request.matcher is not None for request in self.running.values()) else CALLS_AHEAD
 
     def queue(self, request: Request) -> None:
         """Opens a request."""
@@ -59,10 +78,10 @@ class Schedule:
         A prompt whose next page is being processed for another request waits until it can share that.
 
         Returns:
-          the requests that got a slot.
+          the requests whose whole context turned out to be in the cache, which decode next.
         """
         free = [slot for slot in range(self._config.slots) if slot not in self.running]
-        assigned: list[Request] = []
+        ready: list[Request] = []
         for request in list(self.waiting):
             if not free:
                 break
@@ -72,7 +91,7 @@ class Schedule:
             if self._next_page_under_way(request):
                 self._give_back_pages(request)
                 continue
-            if not self.reserve(request):
+            if not self._reserve(request):
                 self._give_back_pages(request)
                 break
             self.waiting.remove(request)
@@ -81,22 +100,71 @@ class Schedule:
                 request.queued_seconds = time.perf_counter() - request.queued_at
             request.slot = free.pop(0)
             self.running[request.slot] = request
-            assigned.append(request)
-        return assigned
+            if request.state == RequestState.DECODING:
+                ready.append(request)
+        return ready
 
-    def reserve(self, request: Request) -> bool:
-        """Makes sure that the request's pages hold whatever the dispatched calls and the next one can commit."""
-        reach = request.reach(self.tokens_per_round, self.rounds_per_call)
-        pages = self.pages.take(max(self._pages_for(reach) - len(request.pages), 0))
-        if pages is None:
+    def next_prefill(self) -> list[PromptPart]:
+        """The next chunk of every prompt that is not done, as far as one call's bound allows."""
+        pending = self.prefilling
+        if not pending:
+            return []
+        longest = min(max(r.to_prefill for r in pending), self._config.prefill_chunk)
+        chunk = bucket(longest, self._config.prefill_chunk, SMALLEST_CHUNK)
+        sizes = self._config.batch_sizes
+        # The largest batch within the bound on tokens, or the smallest there is.
+        most = max((size for size in sizes if size * chunk <= PREFILL_TOKENS), default=sizes[0])
+        return [PromptPart(r, r.prefilled, min(r.to_prefill, chunk)) for r in pending[:most]]
+
+    def prefilled(self, parts: Sequence[PromptPart]) -> list[Request]:
+        """Notes that the parts' processing was dispatched; whole pages of them can be shared from now on.
+
+        Returns:
+          the requests whose prompts are done, which decode next.
+        """
+        for part in parts:
+            request = part.request
+            request.prefilled += part.count
+            request.pages = self.pages.keep(request.sequence[: request.prefilled], request.pages)
+        return [part.request for part in parts if part.request.state == RequestState.DECODING]
+
+    def next_decode(self) -> list[Request] | None:
+        """The requests that decode next, with pages for whatever the calls in flight and the next one can commit.
+
+        Returns:
+          None where pages are lacking: those of finished calls, or `pause_last`, make room.
+        """
+        requests = self.decoding
+        return requests if all(self._reserve(request) for request in requests) else None
+
+    def dispatched(self, requests: Sequence[Request], rounds: int) -> None:
+        """Notes that a decoding call of so many rounds was dispatched for the requests."""
+        for request in requests:
+            request.in_flight += rounds
+
+    def read_back(self, request: Request, rounds: int, tokens: Sequence[int], stopped: bool) -> bool:
+        """Notes what a decoding call brought for a request.
+
+        Args:
+          rounds: of the call.
+          tokens: the new ones.
+          stopped: whether the device ended the request with the last of them.
+        Returns:
+          whether they count: nothing does that comes after a request was closed or aborted.
+        """
+        request.in_flight -= rounds
+        if request.state == RequestState.FINISHED:
             return False
-        request.pages += pages
+        request.generated += tokens
+        request.prefilled += len(tokens)
+        if request.matcher is not None:
+            request.matcher.advance(list(tokens))
+        if request.matcher is not None and request.matcher.failed:
+            self._close(request, FinishReason.GRAMMAR)
+        elif stopped:
+            ended = request.generated[-1] in request.stop_ids
+            self._close(request, FinishReason.STOP if ended else FinishReason.LENGTH)
         return True
-
-    def processed(self, request: Request, tokens: int) -> None:
-        """Counts tokens whose processing was dispatched; whole pages of them can be shared from now on."""
-        request.prefilled += tokens
-        request.pages = self.pages.keep(request.sequence[: request.prefilled], request.pages)
 
     def pause_last(self) -> None:
         """Puts the running request whose turn is last back into the queue, with what it has produced.
@@ -108,25 +176,40 @@ class Schedule:
         last.prompt_rows = []
         bisect.insort(self.waiting, last, key=Request.turn)
 
-    def close(self, request: Request) -> None:
-        """Ends a request, wherever it is."""
-        if request.slot is None:
-            self.waiting.remove(request)
-        self._release(request)
-        del self.open[request.id]
+    def abort(self, request_id: int) -> None:
+        """Ends a request, wherever it is; `take_aborted` gives its slot and pages free.
 
-    def batch_bucket(self, requests: list[Request]) -> int:
-        """The batch size of a call over these requests."""
-        return next(size for size in self._config.batch_sizes if size >= len(requests))
+        Raises:
+          ValueError: it is not open.
+        """
+        request = self.open.get(request_id)
+        if request is None:
+            raise ValueError(f"request_id: found {request_id}, expected an open request")
+        request.finish_reason = FinishReason.ABORT
 
-    def page_table(self, requests: list[Request], batch: int) -> np.ndarray:
-        """Their pages, int32 [batch, pages], in a width that few programs are compiled for."""
-        smallest = max(1, SMALLEST_CONTEXT_BUCKET // self._config.page_size)
-        width = bucket(max(len(r.pages) for r in requests), self._pages_for(self._max_context), smallest)
-        table = np.full((batch, width), self._page_count, np.int32)  # one past the last page: nobody's
-        for row, request in enumerate(requests):
-            table[row, : len(request.pages)] = request.pages
-        return table
+    def take_aborted(self) -> list[Request]:
+        """Closes the requests that were aborted since the last time."""
+        aborted = [r for r in self.open.values() if r.state == RequestState.FINISHED]
+        for request in aborted:
+            self._close(request, FinishReason.ABORT)
+        return aborted
+
+    def check_progress(self) -> None:
+        """Raises RuntimeError where requests wait although nothing runs: pages were lost."""
+        if self.waiting and not self.running:
+            raise RuntimeError(
+                f"engine: {len(self.waiting)} request(s) wait with every slot free and {self.pages.free} of "
+                f"{self.pages.count} pages; pages were lost, which is a fault of the engine"
+            )
+
+    def _reserve(self, request: Request) -> bool:
+        """Makes sure that the request's pages hold whatever the dispatched calls and the next one can commit."""
+        reach = request.reach(self.tokens_per_round, self.rounds_per_call)
+        pages = self.pages.take(max(self.pages.holding(reach) - len(request.pages), 0))
+        if pages is None:
+            return False
+        request.pages += pages
+        return True
 
     def _next_page_under_way(self, request: Request) -> bool:
         end = request.prefilled + self._config.page_size
@@ -134,6 +217,13 @@ class Schedule:
             return False
         beginning = request.sequence[:end]
         return any(other.sequence[:-1][:end] == beginning for other in self.prefilling)
+
+    def _close(self, request: Request, reason: FinishReason) -> None:
+        if request.slot is None:
+            self.waiting.remove(request)
+        request.finish_reason = reason
+        self._release(request)
+        del self.open[request.id]
 
     def _release(self, request: Request) -> None:
         if request.slot is not None:
@@ -147,6 +237,3 @@ class Schedule:
         self.pages.give_back(request.pages)
         request.pages = []
         request.prefilled = 0
-
-    def _pages_for(self, tokens: int) -> int:
-        return -(-tokens // self._config.page_size)

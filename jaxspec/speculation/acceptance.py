@@ -5,26 +5,27 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
+from jaxspec.speculation.slot_table import SlotTable
 from jaxspec.speculation.tree import DraftTree
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Accepted:
-    """The confirmed path of one round.
+class ConfirmedPath:
+    """The nodes of a tree that the target confirms.
 
     Attributes:
-      path: int32 [batch, depth + 1], tree rows from the root down; past `length` it repeats row 0.
+      nodes: int32 [batch, depth + 1], rows of the tree from the root down; past `length` it repeats the root.
       length: int32 [batch], drafted tokens confirmed.
       tokens: int32 [batch, depth + 1], the confirmed tokens, then the bonus token at index `length`.
     """
 
-    path: jax.Array
+    nodes: jax.Array
     length: jax.Array
     tokens: jax.Array
 
 
-def accept(tree: DraftTree, predicted: jax.Array, max_depth: int) -> Accepted:
+def confirm(tree: DraftTree, predicted: jax.Array, max_depth: int) -> ConfirmedPath:
     """Takes the longest path on which every node is the token that the target chose at its parent.
 
     Sampling at a node and following the child that matches is lossless for any law of the target, and no verifier of
@@ -42,4 +43,22 @@ def accept(tree: DraftTree, predicted: jax.Array, max_depth: int) -> Accepted:
     path = jnp.argmax(at_depth, axis=-1).astype(jnp.int32)  # [batch, depth + 1]
     length = at_depth.any(-1).sum(-1).astype(jnp.int32) - 1
     # Row i + 1 of the path holds the token that the target chose at row i; after the last one comes the bonus.
-    return Accepted(path=path, length=length, tokens=jnp.take_along_axis(predicted, path, axis=1))
+    return ConfirmedPath(nodes=path, length=length, tokens=jnp.take_along_axis(predicted, path, axis=1))
+
+
+def emitted_tokens(rows: SlotTable, path: ConfirmedPath, live: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """How many of a path's tokens count, and whether the request ends with them.
+
+    Args:
+      rows: of the requests of the batch.
+      live: bool [batch], slots that ran.
+    Returns:
+      count int32 [batch], 0 where not live; finished bool [batch].
+    """
+    places = jnp.arange(path.tokens.shape[1])
+    offered = jnp.minimum(path.length + 1, rows.remaining)
+    stops = (path.tokens[..., None] == rows.stop_ids[:, None, :]).any(-1) & (places < offered[:, None])
+    stopped = stops.any(-1)
+    count = jnp.where(stopped, jnp.argmax(stops, axis=-1).astype(jnp.int32) + 1, offered)
+    finished = stopped | (count >= rows.remaining)
+    return jnp.where(live, count, 0), jnp.where(live, finished, rows.finished)

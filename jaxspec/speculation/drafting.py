@@ -9,8 +9,7 @@ from jaxspec.model.families.dflash import DFlashDrafter
 from jaxspec.model.families.protocols import Target
 from jaxspec.model.layers.batch import LayerRows
 from jaxspec.model.layers.cache import PagedCache
-from jaxspec.sharding import collectives
-from jaxspec.speculation.state import DecodeState
+from jaxspec.speculation.slot_table import SlotTable
 from jaxspec.speculation.tree import Candidates
 
 
@@ -21,13 +20,13 @@ class Drafting:
     Attributes:
       depth: L, tokens drafted in one pass.
       taps: target layers whose outputs the drafter reads.
-      propose: (state, the drafter's cache, page table) → candidates.
+      propose: (rows of the batch, the drafter's cache, page table) → candidates.
       context_rows: (tapped features [batch, rows, taps * hidden], positions [batch, rows]) → the drafter's cache rows.
     """
 
     depth: int
     taps: tuple[int, ...]
-    propose: Callable[[DecodeState, PagedCache, jax.Array], Candidates]
+    propose: Callable[[SlotTable, PagedCache, jax.Array], Candidates]
     context_rows: Callable[[jax.Array, jax.Array], tuple[LayerRows, ...]]
 
 
@@ -39,12 +38,12 @@ MakeDrafting = Callable[..., Drafting]
 def dflash_drafting(drafter: DFlashDrafter, target: Target, length: int, top_k_cap: int) -> Drafting:
     """DFlash: one pass over [anchor, mask × length], with the target's embedding and head (arXiv 2602.06036)."""
 
-    def propose(state: DecodeState, cache: PagedCache, page_table: jax.Array) -> Candidates:
-        block = target.embed(drafter.block_tokens(state.anchor, length))
-        hidden = drafter.hidden(block, state.length, cache, page_table)  # [batch, length, hidden]
+    def propose(rows: SlotTable, cache: PagedCache, page_table: jax.Array) -> Candidates:
+        block = target.embed(drafter.block_tokens(rows.anchor, length))
+        hidden = drafter.hidden(block, rows.length, cache, page_table)  # [batch, length, hidden]
         logits = drafter.scaled(target.logits(hidden.astype(block.dtype)))
-        values, tokens = collectives.top_k(logits, top_k_cap, target.vocab_split)
-        log_probs = values - collectives.log_sum_exp(logits, target.vocab_split)[..., None]
+        values, tokens = target.vocab.top_k(logits, top_k_cap)
+        log_probs = values - target.vocab.log_sum_exp(logits)[..., None]
         return Candidates(tokens=tokens, log_probs=log_probs)
 
     return Drafting(length, drafter.config.target_layer_ids, propose, drafter.context_keys_values)
@@ -53,7 +52,7 @@ def dflash_drafting(drafter: DFlashDrafter, target: Target, length: int, top_k_c
 def no_drafting() -> Drafting:
     """A target on its own: nothing is drafted, tapped or cached for a drafter."""
 
-    def propose(state: DecodeState, cache: PagedCache, page_table: jax.Array) -> Candidates:
+    def propose(rows: SlotTable, cache: PagedCache, page_table: jax.Array) -> Candidates:
         raise ValueError("budget: found a positive one, expected 0 without a drafter")
 
     return Drafting(0, (), propose, lambda tapped, positions: ())

@@ -13,12 +13,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.config import SamplingParams
-from jaxspec.sharding import collectives
-from jaxspec.speculation.state import DecodeState
+from jaxspec.sharding.vocab_shard import VocabShard
+from jaxspec.speculation.slot_table import SlotTable
 
 
 class SamplingLevel(enum.IntEnum):
-    """How much of the sampling work a program does; a batch runs at the highest level among its requests."""
+    """How a program samples; a batch runs at the highest level among its requests."""
 
     GREEDY = 0
     TEMPERATURE = 1
@@ -35,82 +35,81 @@ def level_of(params: SamplingParams) -> SamplingLevel:
 
 
 @dataclass(frozen=True)
-class SamplingWork:
+class SamplingMode:
     """What a program does to choose tokens.
 
     Attributes:
-      adjusted: whether logits change first (`jaxspec.speculation.logits_processors`).
+      level: how it samples.
+      processed: whether logits change first (`jaxspec.speculation.logits_processors`).
       log_probs: whether the target's log-probabilities are returned.
     """
 
     level: SamplingLevel
-    adjusted: bool = False
+    processed: bool = False
     log_probs: bool = False
 
     def __str__(self) -> str:
-        extras = [", adjusted"] * self.adjusted + [", log-probs"] * self.log_probs
+        extras = [", adjusted"] * self.processed + [", log-probs"] * self.log_probs
         return self.level.name.lower() + "".join(extras)
 
 
-def work_of(batch: Iterable[SamplingParams]) -> SamplingWork:
-    """The least work that serves every request of a batch."""
+def mode_of(batch: Iterable[SamplingParams]) -> SamplingMode:
+    """The least that serves every request of a batch."""
     batch = list(batch)
-    return SamplingWork(
+    return SamplingMode(
         level=max(level_of(params) for params in batch),
-        adjusted=any(params.adjusted for params in batch),
+        processed=any(params.processes_logits for params in batch),
         log_probs=any(params.log_probs is not None for params in batch),
     )
 
 
 def sample(
-    logits: jax.Array, depths: jax.Array, state: DecodeState, max_depth: int, level: SamplingLevel, split: bool
+    logits: jax.Array, depths: jax.Array, rows: SlotTable, vocab: VocabShard, level: SamplingLevel, max_depth: int
 ) -> jax.Array:
     """The target's own next token at every row of a tree.
 
     Args:
       logits: float32 [batch, rows, vocab / devices]; row i stands at depth `depths[i]` after the anchor.
       depths: int32 [batch, rows], 0 to `max_depth`.
-      split: whether each device holds a part of the vocabulary.
+      rows: of the requests of the batch.
+      vocab: the tokens that this device holds logits of.
     Returns:
       int32 [batch, rows].
     """
     if level == SamplingLevel.GREEDY:
-        return collectives.argmax(logits, split)
-    hot = (state.temperature > 0)[:, None, None]
-    scores = logits / jnp.where(hot, state.temperature[:, None, None], 1.0)
+        return vocab.argmax(logits)
+    hot = (rows.temperature > 0)[:, None, None]
+    scores = logits / jnp.where(hot, rows.temperature[:, None, None], 1.0)
     if level == SamplingLevel.FILTERED:
-        scores = jnp.where(hot & ~kept(scores, state, split), -jnp.inf, scores)
+        scores = jnp.where(hot & ~kept(scores, rows, vocab), -jnp.inf, scores)
     # The token after a row at depth d has position length + d + 1. Rows of equal depth share their noise: at most one
     # of them is on the accepted path.
-    positions = state.length[:, None] + 1 + jnp.arange(max_depth + 1)
-    noise = gumbel_noise(state.seed, state.choice, positions, scores.shape[-1], split)
+    positions = rows.length[:, None] + 1 + jnp.arange(max_depth + 1)
+    noise = gumbel_noise(rows.seed, rows.choice, positions, vocab)
     noise = jnp.take_along_axis(noise, depths[..., None], axis=1)  # [batch, rows, vocab / devices]
-    return collectives.argmax(scores + jnp.where(hot, noise, 0.0), split)
+    return vocab.argmax(scores + jnp.where(hot, noise, 0.0))
 
 
-def gumbel_noise(seed: jax.Array, choice: jax.Array, positions: jax.Array, local_vocab: int, split: bool) -> jax.Array:
+def gumbel_noise(seed: jax.Array, choice: jax.Array, positions: jax.Array, vocab: VocabShard) -> jax.Array:
     """Standard Gumbel noise of every token at every position.
 
     Args:
       seed: uint32 [batch].
       choice: int32 [batch].
       positions: int32 [batch, positions].
-      local_vocab: vocabulary rows of one device.
+      vocab: the tokens of this device.
     Returns:
-      float32 [batch, positions, local_vocab], this device's part of one mesh-independent table.
+      float32 [batch, positions, vocab / devices], this device's part of one mesh-independent table.
     """
 
     def one(seed: jax.Array, choice: jax.Array, position: jax.Array) -> jax.Array:
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), choice), position)
-        if not split:
-            return jax.random.gumbel(key, (local_vocab,), jnp.float32)
-        table = jax.random.gumbel(key, (local_vocab * jax.lax.axis_size("tensor"),), jnp.float32)
-        return jax.lax.dynamic_slice_in_dim(table, collectives.device_index(True) * local_vocab, local_vocab)
+        return vocab.gumbel_noise(key)
 
     return jax.vmap(jax.vmap(one, (None, None, 0)))(seed, choice, positions)
 
 
-def kept(scores: jax.Array, state: DecodeState, split: bool) -> jax.Array:
+def kept(scores: jax.Array, rows: SlotTable, vocab: VocabShard) -> jax.Array:
     """Which tokens survive top-k, then top-p, then min-p; equal scores are kept or dropped together.
 
     Args:
@@ -119,17 +118,17 @@ def kept(scores: jax.Array, state: DecodeState, split: bool) -> jax.Array:
       bool of the same shape.
     """
     order = _ordered_bits(scores)
-    top_k = state.top_k[:, None]
-    kth = _largest_threshold(order, jnp.ones_like(scores), top_k.astype(jnp.float32), split)
+    top_k = rows.top_k[:, None]
+    kth = _largest_threshold(order, jnp.ones_like(scores), top_k.astype(jnp.float32), vocab)
     keep = (top_k == 0)[..., None] | (order >= kth[..., None])
 
-    peak = collectives.max_over_devices(scores.max(-1), split)[..., None]
+    peak = vocab.max(scores.max(-1))[..., None]
     mass = jnp.where(keep, jnp.exp(scores - peak), 0.0)
-    top_p = state.top_p[:, None]
-    wanted = top_p * collectives.sum_over_devices(mass.sum(-1), split)
-    nucleus = _largest_threshold(order, mass, wanted, split)
+    top_p = rows.top_p[:, None]
+    wanted = top_p * vocab.sum(mass.sum(-1))
+    nucleus = _largest_threshold(order, mass, wanted, vocab)
     keep &= (top_p >= 1)[..., None] | (order >= nucleus[..., None])
-    return keep & (jnp.exp(scores - peak) >= state.min_p[:, None, None])
+    return keep & (jnp.exp(scores - peak) >= rows.min_p[:, None, None])
 
 
 def _ordered_bits(x: jax.Array) -> jax.Array:
@@ -138,7 +137,7 @@ def _ordered_bits(x: jax.Array) -> jax.Array:
     return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
 
 
-def _largest_threshold(order: jax.Array, weights: jax.Array, wanted: jax.Array, split: bool) -> jax.Array:
+def _largest_threshold(order: jax.Array, weights: jax.Array, wanted: jax.Array, vocab: VocabShard) -> jax.Array:
     """The largest t for which the tokens with order >= t weigh at least `wanted`, uint32 [batch, rows].
 
     A search over the 32 bits of t: exact, no sort, and over a split vocabulary only sums travel.
@@ -147,6 +146,6 @@ def _largest_threshold(order: jax.Array, weights: jax.Array, wanted: jax.Array, 
     def refine(step: jax.Array, threshold: jax.Array) -> jax.Array:
         trial = threshold | (jnp.uint32(1 << 31) >> step.astype(jnp.uint32))
         above = jnp.where(order >= trial[..., None], weights, 0.0).sum(-1)
-        return jnp.where(collectives.sum_over_devices(above, split) >= wanted, trial, threshold)
+        return jnp.where(vocab.sum(above) >= wanted, trial, threshold)
 
     return jax.lax.fori_loop(0, 32, refine, jnp.zeros(order.shape[:-1], jnp.uint32))

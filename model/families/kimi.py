@@ -16,6 +16,7 @@ from jaxspec.model.layers.mla import LatentAttention
 from jaxspec.model.layers.moe import MixtureOfExperts
 from jaxspec.model.quantization.config import WRAPPER
 from jaxspec.sharding.layout import DEFAULT_PLACEMENT, Layout, Placement
+from jaxspec.sharding.vocab_shard import VocabShard
 
 # Tensors of the wrapper's vision tower, which a text model has no use for.
 VISION_PREFIXES = ("vision_tower.", "mm_projector.")
@@ -78,9 +79,9 @@ class KimiForCausalLM(nnx.Module):
             self.lm_head = Embedding(config.vocab_size, config.hidden_size, layout, dtype)
 
     @property
-    def vocab_split(self) -> bool:
-        """Whether each device holds only its part of the vocabulary's logits."""
-        return self.layout.splits("vocab")
+    def vocab(self) -> VocabShard:
+        """The part of the vocabulary whose logits a device holds."""
+        return VocabShard(self.config.vocab_size, self.layout.splits("vocab"))
 
     @property
     def cache_rows(self) -> tuple[tuple[RowSpec, ...], ...]:

@@ -12,6 +12,7 @@ from jaxspec.model.layers.basic import Embedding, GatedMLP, RMSNorm
 from jaxspec.model.layers.batch import ForwardBatch, ForwardOutput, LayerRows
 from jaxspec.model.layers.cache import PagedCache, RowSpec, context_rows, key_value_rows
 from jaxspec.sharding.layout import DEFAULT_PLACEMENT, Layout, Placement
+from jaxspec.sharding.vocab_shard import VocabShard
 
 
 class DecoderLayer(nnx.Module):
@@ -70,9 +71,9 @@ class LlamaForCausalLM(nnx.Module):
             self.lm_head = Embedding(config.vocab_size, config.hidden_size, layout, dtype)
 
     @property
-    def vocab_split(self) -> bool:
-        """Whether each device holds only its part of the vocabulary's logits."""
-        return self.layout.splits("vocab")
+    def vocab(self) -> VocabShard:
+        """The part of the vocabulary whose logits a device holds."""
+        return VocabShard(self.config.vocab_size, self.layout.splits("vocab"))
 
     @property
     def cache_rows(self) -> tuple[tuple[RowSpec, ...], ...]:

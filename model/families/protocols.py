@@ -8,6 +8,7 @@ from jaxspec.model.layers.basic import Embedding
 from jaxspec.model.layers.batch import ForwardBatch, ForwardOutput
 from jaxspec.model.layers.cache import PagedCache, RowSpec
 from jaxspec.sharding.layout import Layout
+from jaxspec.sharding.vocab_shard import VocabShard
 
 
 class Target(Protocol):
@@ -18,8 +19,8 @@ class Target(Protocol):
     embed_tokens: Embedding
 
     @property
-    def vocab_split(self) -> bool:
-        """Whether each device holds only its part of the vocabulary's logits."""
+    def vocab(self) -> VocabShard:
+        """The part of the vocabulary whose logits a device holds."""
 
     @property
     def cache_rows(self) -> tuple[tuple[RowSpec, ...], ...]:

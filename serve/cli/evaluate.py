@@ -57,7 +57,7 @@ def evaluate_command(
 
     import jax
 
-    from jaxspec.engine.engine import check_tokenizers
+    from jaxspec.engine.loading import check_tokenizers
     from jaxspec.evaluation.evaluation import Evaluation, modes, read_prompts
     from jaxspec.evaluation.report import MARKDOWN, RunFolder, summarise
     from jaxspec.model.checkpoint.loading import load_drafter, load_target

@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from jaxspec.engine.request import RequestOutput, RequestStatistics
+from jaxspec.engine.token_log_probs import TokenLogProb
 from jaxspec.serve.requests.text_stream import TextStream
 from jaxspec.serve.runtime.refusal import Refusal
-from jaxspec.speculation.log_probs import TokenLogProb
 
 
 @dataclass(frozen=True)

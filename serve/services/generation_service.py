@@ -3,9 +3,9 @@
 from typing import Any
 
 from jaxspec.engine.request import RequestStatistics
+from jaxspec.engine.token_log_probs import TokenLogProb
 from jaxspec.serve.requests.answering import Answerer, Answering
 from jaxspec.serve.requests.streams import Ending
-from jaxspec.speculation.log_probs import TokenLogProb
 from jaxspec.v1 import generation_pb2 as pb
 from jaxspec.v1.generation_pb2_grpc import GenerationServiceServicer
 

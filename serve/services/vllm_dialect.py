@@ -7,9 +7,9 @@ from grpc import StatusCode
 from smg_grpc_proto import vllm_engine_pb2
 
 from jaxspec.engine.request import RequestStatistics
+from jaxspec.engine.token_log_probs import TokenLogProb
 from jaxspec.serve.requests.streams import Ending, Piece
 from jaxspec.serve.runtime.refusal import Refusal, invalid
-from jaxspec.speculation.log_probs import TokenLogProb
 from jaxspec.v1.generation_pb2 import GenerateRequest
 
 # Their sampling parameter → our field. A scalar that is zero there is unset, but for those marked `optional`.

@@ -17,7 +17,7 @@ from jaxspec.model.layers.parameters import fill, weight
 from jaxspec.sharding.layout import Layout
 from jaxspec.sharding.mesh import make_mesh
 from jaxspec.speculation.drafting import Drafting, dflash_drafting
-from jaxspec.speculation.state import DecodeState
+from jaxspec.speculation.slot_table import SlotTable
 from jaxspec.speculation.tree import Candidates
 
 # 8 query heads over 2 K/V heads: on 8 devices queries are split and K/V replicated.
@@ -171,7 +171,7 @@ def oracle_drafting(drafter: Oracle, target: Any, length: int, top_k_cap: int) -
         flat = -jnp.cumsum(jax.random.exponential(keys[2], (length, top_k_cap)), axis=1)
         return tokens.astype(jnp.int32), jnp.where(planned < 0, flat, sharp).astype(jnp.float32)
 
-    def propose(state: DecodeState, cache: Any, page_table: jax.Array) -> Candidates:
+    def propose(state: SlotTable, cache: Any, page_table: jax.Array) -> Candidates:
         return Candidates(*jax.vmap(one)(state.seed, state.length))
 
     return Drafting(length, (), propose, lambda tapped, positions: ())

@@ -7,14 +7,15 @@ import jax
 import numpy as np
 
 from jaxspec.config import SpeculationConfig
-from jaxspec.engine.programs import DecodeShape, PrefillShape, Programs, replicate
+from jaxspec.engine.programs import DecodeShape, PrefillShape, Programs
 from jaxspec.model.families.protocols import Target
 from jaxspec.model.layers.cache import pool_spec
 from jaxspec.sharding.mesh import make_mesh
-from jaxspec.speculation.logits_processors import no_adjustments
-from jaxspec.speculation.round import Caches
-from jaxspec.speculation.sampling import SamplingLevel, SamplingWork
-from jaxspec.speculation.state import empty_rows
+from jaxspec.speculation.logits_processors import everything_allowed
+from jaxspec.speculation.prefill import PromptChunk
+from jaxspec.speculation.round import Batch, Caches, Carry
+from jaxspec.speculation.sampling import SamplingLevel, SamplingMode
+from jaxspec.speculation.slot_table import column_names, empty_slots, slot_specs
 from tests.support.builders import DFLASH, GROUPED, Guided, Plan, guided_drafting, oracle, tiny_dflash, tiny_target
 
 SLOTS, CONTEXT, PAGES = 4, 64, 70
@@ -50,9 +51,9 @@ class Bench:
                 for layer in module.cache_rows
             )
 
-        self.caches = Caches(noise(target), noise(guided))
-        self.state = replicate(empty_rows(SLOTS, 8), mesh)
-        self.adjustments = self.programs.place(no_adjustments(SLOTS, target.config.vocab_size))
+        self.vocab = target.config.vocab_size
+        slots = self.programs.place(empty_slots(SLOTS, self.vocab), slot_specs(target.layout))
+        self.carry = Carry(Caches(noise(target), noise(guided)), slots)
         self.table = rng.permutation(PAGES)[: SLOTS * self.width].reshape(SLOTS, -1).astype(np.int32)
         self.results: list[Any] = []
 
@@ -65,33 +66,35 @@ class Bench:
             tokens = np.full((SLOTS, chunk), 5, np.int32)
             for row, prompt in enumerate(PROMPTS):
                 tokens[row, : count[row]] = prompt[done[row] : done[row] + count[row]]
-            shape, following = PrefillShape(SLOTS, self.width, chunk), np.zeros_like(tokens)
-            self.caches, _ = self.programs.prefill(shape, self.caches, tokens, done, count, self.table, following)
+            shape = PrefillShape(SLOTS, self.width, chunk)
+            part = PromptChunk(tokens, np.zeros_like(tokens), done, count, self.table)
+            self.carry, _ = self.programs.prefill(shape, self.carry, part)
             done = done + count
-        rows = empty_rows(SLOTS, 8)
+        rows = empty_slots(SLOTS, self.vocab)
         rows.anchor[:3] = [prompt[-1] for prompt in PROMPTS]
         rows.length[:] = wanted
         rows.remaining[:3] = ANSWER
         rows.finished[:3] = False
         rows.temperature[:3] = (0, 1, 1)
         rows.seed[:3] = SEEDS
-        self.state = self.programs.admit(self.state, np.arange(SLOTS, dtype=np.int32), rows)
+        columns = {name: getattr(rows, name) for name in column_names(per_token=False)}
+        slots = self.programs.admit(self.carry.slots, np.arange(SLOTS, dtype=np.int32), columns)
+        self.carry = Carry(self.carry.caches, slots)
 
     def decode(self, speculation: SpeculationConfig, capacity: Sequence[int]) -> Any:
-        shape = DecodeShape(SLOTS, self.width, SamplingWork(SamplingLevel.TEMPERATURE), speculation)
+        shape = DecodeShape(SLOTS, self.width, SamplingMode(SamplingLevel.TEMPERATURE), speculation)
         slots = np.arange(SLOTS, dtype=np.int32)
-        self.caches, self.state, self.adjustments, result = self.programs.decode(
-            shape, self.caches, self.state, self.adjustments, slots, self.table, np.array(capacity, np.int32)
-        )
+        batch = Batch(slots, self.table, np.array(capacity, np.int32), everything_allowed(SLOTS))
+        self.carry, result = self.programs.decode(shape, self.carry, batch)
         self.results.append(jax.tree.map(np.asarray, result))
-        assert_copies_agree((self.caches, self.state, result))
+        assert_copies_agree((self.carry, result))
         return self.results[-1]
 
     def pools(self) -> list[np.ndarray]:
-        return [np.array(pool) for pool in jax.tree.leaves(self.caches)]
+        return [np.array(pool) for pool in jax.tree.leaves(self.carry.caches)]
 
     def lengths(self) -> np.ndarray:
-        return np.array(self.state.length)
+        return np.array(self.carry.slots.length)
 
     def slots_of(self, row: int, start: int, stop: int) -> list[tuple[int, int]]:
         """(page, place) of positions start … stop - 1."""
@@ -131,7 +134,7 @@ def run_to_the_end(bench: Bench) -> set[int]:
     committed = [place for row, prompt in enumerate(PROMPTS) for place in bench.slots_of(row, 0, len(prompt) - 1)]
     assert_only_these_changed(before, bench.pools(), committed)
     lengths_seen = set()
-    while not np.asarray(bench.state.finished).all():
+    while not np.asarray(bench.carry.slots.finished).all():
         before, start = bench.pools(), bench.lengths()
         result = bench.decode(SPECULATION, [64, 64, 64, 64])
         places = [place for row in range(SLOTS) for place in bench.slots_of(row, start[row], bench.lengths()[row])]

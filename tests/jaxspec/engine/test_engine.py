@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from jaxspec.config import EngineConfig, SamplingParams, SpeculationConfig
-from jaxspec.engine.engine import CALLS_IN_FLIGHT, Engine
+from jaxspec.engine.engine import Engine
+from jaxspec.engine.scheduler import CALLS_AHEAD
 from jaxspec.sharding.mesh import make_mesh
 from tests.support.builders import DFLASH, GROUPED, Plan, finish, oracle, oracle_drafting, tiny_dflash, tiny_target
 
@@ -48,9 +49,9 @@ class World:
         while engine._in_flight:
             engine.step()
         assert not engine.has_work
-        assert not engine._schedule.running
-        assert not engine._schedule.waiting
-        assert engine._schedule.pages.free == engine.page_count
+        assert not engine._scheduler.running
+        assert not engine._scheduler.waiting
+        assert engine._scheduler.pages.free == engine.page_count
 
 
 @pytest.fixture(scope="module")
@@ -227,7 +228,7 @@ def test_calls_are_dispatched_ahead(world: World) -> None:
         finished = [output.finish_reason for output in world.engine.step() if output.request_id == request_id]
         most = max(most, len(world.engine._in_flight))
     assert finished == ["length"]
-    assert most == CALLS_IN_FLIGHT - 1, "each step reads one call back once two are in flight"
+    assert most == CALLS_AHEAD - 1, "each step reads one call back once two are in flight"
     world.idle()
 
 
@@ -270,10 +271,10 @@ def test_requests_that_outgrow_the_cache_pause_and_resume(world: World) -> None:
     while engine.has_work:
         for output in engine.step():
             tokens[output.request_id] += output.tokens
-        paused |= {request.id for request in engine._schedule.waiting if request.generated}
-        running = max(running, len(engine._schedule.running))
-        for request in engine._schedule.waiting:
-            assert all(request.id > other.id for other in engine._schedule.running.values()), "the youngest gives way"
+        paused |= {request.id for request in engine._scheduler.waiting if request.generated}
+        running = max(running, len(engine._scheduler.running))
+        for request in engine._scheduler.waiting:
+            assert all(request.id > other.id for other in engine._scheduler.running.values()), "the youngest gives way"
     assert list(tokens.values()) == world.answers
     assert len(paused) >= 2
     assert running >= 2
@@ -304,7 +305,7 @@ def test_levels_mix_in_one_batch_beside_a_real_drafter(world: World) -> None:
         config=EngineConfig(slots=4, max_context=CONTEXT, prefill_chunk=64),
     )
     assert [done.tokens for done in engine.generate(prompts, params)] == expected
-    assert engine._schedule.pages.free == engine.page_count
+    assert engine._scheduler.pages.free == engine.page_count
 
 
 def test_seed_and_choice_key_the_noise_and_an_unset_seed_is_drawn(world: World) -> None:
@@ -322,9 +323,9 @@ def test_seed_and_choice_key_the_noise_and_an_unset_seed_is_drawn(world: World) 
 
 def test_weights_and_settings_are_not_touched_by_running(world: World) -> None:
     engine = world.engine
-    before = [np.array(leaf) for leaf in jax.tree.leaves(engine._programs.leaves)]
+    before = [np.array(leaf) for leaf in jax.tree.leaves(engine.runner.programs.leaves)]
     world.engine.generate([world.prompts[0]], sampling(0))
-    for old, new in zip(before, engine._programs.leaves, strict=True):
+    for old, new in zip(before, engine.runner.programs.leaves, strict=True):
         np.testing.assert_array_equal(old, new)
 
 
@@ -371,9 +372,10 @@ def test_no_program_copies_the_cache() -> None:
     config = EngineConfig(slots=1, max_context=32, cache_tokens=2**17)
     engine = Engine(target, drafter, mesh=make_mesh(1), config=config, speculation=SpeculationConfig(4))
     engine.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=2))
-    pool = min(pool.nbytes for pool in jax.tree.leaves(engine._caches))
+    pool = min(pool.nbytes for pool in jax.tree.leaves(engine.runner.carry.caches))
     used = {
-        str(key): program.memory_analysis().temp_size_in_bytes for key, program in engine._programs.compiled.items()
+        str(key): program.memory_analysis().temp_size_in_bytes
+        for key, program in engine.runner.programs.compiled.items()
     }
     assert max(used.values()) < pool / 2, used
 
@@ -531,9 +533,9 @@ def test_a_beginning_is_processed_once_for_requests_that_come_together(world: Wo
     others = [prompt[:18], [*prompt[:32], 5, 6, 7]]
     ids = [world.add(6), *(engine.add(other, sampling(6)) for other in others), world.add(0)]
     engine.step()
-    assert [request.id for request in engine._schedule.waiting] == ids[1:3], "an unlike request overtakes them"
+    assert [request.id for request in engine._scheduler.waiting] == ids[1:3], "an unlike request overtakes them"
     engine.step()
-    assert [request.id for request in engine._schedule.waiting] == ids[2:3]
+    assert [request.id for request in engine._scheduler.waiting] == ids[2:3]
     done = finish(engine, ids)
     assert [done[i][2].cached_tokens for i in ids] == [0, 16, 32, 0]
     assert done[ids[0]][0] == world.answers[6]
@@ -573,7 +575,7 @@ def test_higher_priorities_are_served_first_and_paused_last(world: World) -> Non
     engine.step()
     late = engine.add(world.prompts[4], sampling(4))
     urgent = engine.add(world.prompts[5], sampling(5), priority=3)
-    assert [request.id for request in engine._schedule.waiting] == [urgent, late]
+    assert [request.id for request in engine._scheduler.waiting] == [urgent, late]
     done = finish(engine, [*low, late, urgent])
     assert [done[i][0] for i in (*low, late, urgent)] == world.answers[:slots] + world.answers[4:6]
 
@@ -584,7 +586,7 @@ def test_higher_priorities_are_served_first_and_paused_last(world: World) -> Non
     while cramped.has_work:
         for output in cramped.step():
             answers[output.request_id] += output.tokens
-        paused |= {request.id for request in cramped._schedule.waiting if request.generated}
+        paused |= {request.id for request in cramped._scheduler.waiting if request.generated}
     assert paused
     assert ids[-1] not in paused
     assert [answers[i] for i in ids] == [world.answers[i] for i in order]

@@ -197,7 +197,7 @@ def test_an_answer_that_can_neither_go_on_nor_end_says_so(tokenizer: Tokenizer) 
     plan = Plan(0, [1, 2], tokenizer.encode("yes"), [(7, 0)] * LIMIT)
     made = engine(tokenizer, 8, 1, oracle([plan], 8, 7, 1))
     told: list[str] = []
-    made._programs.report = told.append
+    made.runner.programs.report = told.append
     [answer] = made.generate([[1, 2]], stuck)
     assert answer.finish_reason == "grammar"
     assert any(line.startswith("compiled draft of decode 4 slot(s), ") for line in told)

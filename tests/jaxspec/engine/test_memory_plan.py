@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
-import jaxspec.engine.engine
 from jaxspec.config import EngineConfig
+from jaxspec.engine import loading
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.expert_routing import busiest_experts, distinct_experts
 from jaxspec.engine.memory import cache_bytes_per_token, weight_bytes
-from jaxspec.engine.memory_plan import Plan, plan_models
+from jaxspec.engine.memory_plan import Plan, placement_of, plan_models
 from jaxspec.model.checkpoint.description import Description, describe
 from jaxspec.model.families.kimi_config import read_kimi_config
 from jaxspec.model.families.registry import FAMILIES
@@ -207,14 +207,14 @@ def test_the_plan_is_what_loaded_weights_and_caches_take(settings, devices, quan
     engine = EngineConfig(devices=devices, **settings)
     plan = plan_models(Description("kimi", config, "bfloat16"), None, engine)
     mesh = make_mesh(devices)
-    placement = jaxspec.engine.placement_of(engine)
+    placement = placement_of(engine)
     layout = FAMILIES["kimi"].placed(config, devices, placement)
 
     def leaf(spec):
         return jax.device_put(np.zeros(spec.shape, spec.dtype), NamedSharding(mesh, layout.spec(spec.axes)))
 
     module = fill(FAMILIES["kimi"].build(config, devices, jnp.bfloat16, placement), leaf)
-    assert plan.target.device_bytes == weight_bytes(module)
+    assert plan.target.device_bytes == sum(weight_bytes(module).values())
     pools = empty_cache(module.cache_rows, 3, engine.page_size, layout, mesh, jnp.bfloat16)
     held = sum(pool.addressable_shards[0].data.nbytes for layer in pools for pool in layer)
     assert plan.target.cache_bytes_per_token * 3 * engine.page_size == held
@@ -222,19 +222,15 @@ def test_the_plan_is_what_loaded_weights_and_caches_take(settings, devices, quan
 
 class TestStartUp:
     def test_an_engine_refuses_with_the_plan_before_anything_is_loaded(self, pair, k26, monkeypatch):
-        monkeypatch.setattr(jaxspec.engine, "available_bytes", lambda mesh: 96 * GB)
-        monkeypatch.setattr(
-            jaxspec.engine, "plan_models", lambda *given: {(*pair, EngineConfig(devices=8)): k26}[given]
-        )
-        monkeypatch.setattr("jaxspec.model.checkpoint.loading.open_checkpoint", lambda path: path)
-        monkeypatch.setattr(
-            "jaxspec.model.checkpoint.description.describe_checkpoint", lambda description, kind: description
-        )
-        monkeypatch.setattr("jaxspec.model.checkpoint.loading.load_target", pytest.fail)
+        monkeypatch.setattr(loading, "available_bytes", lambda mesh: 96 * GB)
+        monkeypatch.setattr(loading, "plan_models", lambda *given: {(*pair, EngineConfig(devices=8)): k26}[given])
+        monkeypatch.setattr(loading, "open_checkpoint", lambda path: path)
+        monkeypatch.setattr(loading, "describe_checkpoint", lambda description, kind: description)
+        monkeypatch.setattr(loading, "load_target", pytest.fail)
         with pytest.raises(ValueError, match="memory: the target's weights") as caught:
             Engine.from_checkpoints(*pair, config=EngineConfig(devices=8))
         assert str(caught.value) == k26.shortfall(CARD, 262144)
-        monkeypatch.setattr(jaxspec.engine, "plan_models", lambda *given: k26)
+        monkeypatch.setattr(loading, "plan_models", lambda *given: k26)
         with pytest.raises(ValueError, match="max_context: found 262145, expected at most the models' 262144"):
             Engine.from_checkpoints(*pair, config=EngineConfig(devices=8, max_context=262145))
 
@@ -244,7 +240,7 @@ class TestStartUp:
         target = tiny_target()
         free = 40 * 16 * cache_bytes_per_token(target, None)
         monkeypatch.setattr("jaxspec.engine.memory.available_bytes", lambda mesh: free + 1)
-        fraction = 1 - kept / 40 * free / (free + weight_bytes(target))
+        fraction = 1 - kept / 40 * free / (free + sum(weight_bytes(target).values()))
         engine = Engine(target, mesh=make_mesh(1), config=EngineConfig(slots=4, memory_fraction=fraction))
         assert (engine.max_context, engine.page_count) == (256, 40 - kept)
 

@@ -4,8 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from jaxspec.speculation.acceptance import accept
+from jaxspec.speculation.acceptance import ConfirmedPath, confirm, emitted_tokens
+from jaxspec.speculation.slot_table import empty_slots
 from jaxspec.speculation.tree import Candidates, grow_tree, root_only
 
 DEPTH, VOCAB = 4, 6
@@ -37,7 +40,7 @@ def test_the_walk(budget: int, top_k: int) -> None:
     rank = rng.integers(0, min(2, top_k), depths.shape)
     predicted = tokens[np.arange(batch)[:, None], depths, rank]
     predicted = np.where(rng.random(predicted.shape) < 0.2, rng.integers(0, VOCAB, predicted.shape), predicted)
-    accepted = jax.jit(accept, static_argnums=2)(tree, predicted.astype(np.int32), DEPTH)
+    accepted = jax.jit(confirm, static_argnums=2)(tree, predicted.astype(np.int32), DEPTH)
 
     lengths = set()
     for row in range(batch):
@@ -47,13 +50,38 @@ def test_the_walk(budget: int, top_k: int) -> None:
         length = len(path) - 1
         lengths.add(length)
         assert int(accepted.length[row]) == length
-        assert accepted.path[row].tolist() == path + [0] * (DEPTH - length)
+        assert accepted.nodes[row].tolist() == path + [0] * (DEPTH - length)
         assert accepted.tokens[row, : length + 1].tolist() == chosen
     assert lengths == set(range(min(budget, DEPTH) + 1))
 
 
 def test_a_root_alone_accepts_nothing() -> None:
-    accepted = accept(root_only(jnp.array([3, 4], jnp.int32)), jnp.array([[3], [9]], jnp.int32), 0)
+    accepted = confirm(root_only(jnp.array([3, 4], jnp.int32)), jnp.array([[3], [9]], jnp.int32), 0)
     assert accepted.length.tolist() == [0, 0]
     assert accepted.tokens.tolist() == [[3], [9]]
-    assert accepted.path.tolist() == [[0], [0]]
+    assert accepted.nodes.tolist() == [[0], [0]]
+
+
+@given(st.integers(0, 2**31))
+@settings(max_examples=100, deadline=None)
+def test_tokens_count_up_to_the_first_stop_or_the_limit(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    batch, width = 6, 5
+    tokens = rng.integers(0, 8, (batch, width)).astype(np.int32)
+    accepted = rng.integers(0, width, batch).astype(np.int32)
+    live = rng.random(batch) < 0.8
+    path = ConfirmedPath(nodes=jnp.zeros_like(tokens), length=jnp.asarray(accepted), tokens=jnp.asarray(tokens))
+    state = empty_slots(batch, 8)
+    state.remaining[:] = rng.integers(1, 8, batch)
+    state.finished[:] = rng.random(batch) < 0.3
+    state.stop_ids[:, :2] = rng.integers(-1, 8, (batch, 2))
+    count, finished = emitted_tokens(jax.tree.map(jnp.asarray, state), path, jnp.asarray(live))
+    for row in range(batch):
+        if not live[row]:
+            assert (int(count[row]), bool(finished[row])) == (0, bool(state.finished[row]))
+            continue
+        offered = tokens[row, : min(accepted[row] + 1, state.remaining[row])].tolist()
+        stops = [place for place, token in enumerate(offered) if token in state.stop_ids[row]]
+        expected = stops[0] + 1 if stops else len(offered)
+        assert int(count[row]) == expected
+        assert bool(finished[row]) == (bool(stops) or expected == state.remaining[row])

@@ -11,7 +11,7 @@ import pytest
 from jaxspec.config import EngineConfig, SamplingParams, SpeculationConfig
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.request import Completion
-from jaxspec.engine.scheduler import Schedule
+from jaxspec.engine.scheduler import Scheduler
 from jaxspec.model.layers.batch import ForwardBatch
 from jaxspec.model.layers.cache import empty_cache
 from jaxspec.sharding.mesh import make_mesh
@@ -161,14 +161,14 @@ def test_log_probs_are_the_models_own() -> None:
 def paused(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Requests that lost their pages before their end."""
     ids: list[int] = []
-    pause_last = Schedule.pause_last
+    pause_last = Scheduler.pause_last
 
-    def watched(self: Schedule) -> None:
+    def watched(self: Scheduler) -> None:
         before = list(self.waiting)
         pause_last(self)
         ids.extend(request.id for request in self.waiting if request not in before and request.generated)
 
-    monkeypatch.setattr(Schedule, "pause_last", watched)
+    monkeypatch.setattr(Scheduler, "pause_last", watched)
     return ids
 
 

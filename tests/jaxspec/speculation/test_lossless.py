@@ -159,7 +159,7 @@ def run_with_oracle(case: Case, rounds: Rounds, samplings: list[str]) -> dict[st
     for sampling in samplings:
         ids = [engine.add(prompt, request(sampling, index)) for index, prompt in enumerate(prompts(model))]
         done = finish(engine, ids)
-        assert engine._schedule.pages.free == engine.page_count
+        assert engine._scheduler.pages.free == engine.page_count
         results[sampling] = [done[request_id] for request_id in ids]
     return results
 

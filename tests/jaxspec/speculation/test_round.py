@@ -1,22 +1,16 @@
 """What rounds leave in the caches and in the state: the accepted rows and nothing else, the same on every device."""
 
-from dataclasses import replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from jaxspec.config import SpeculationConfig
-from jaxspec.engine.programs import bucket
 from jaxspec.model.layers.batch import ForwardBatch
 from jaxspec.model.layers.cache import empty_cache
 from jaxspec.sharding.mesh import make_mesh
-from jaxspec.speculation.state import emitted_tokens, empty_rows, put_slots, take_slots
 from tests.support.builders import DFLASH, Plan, on_mesh
 from tests.support.round_bench import (
     ANSWER,
@@ -62,14 +56,14 @@ def test_a_slot_without_room_freezes_unharmed_and_goes_on_later(plain: Bench) ->
     bench.prefill(16)
     start = bench.lengths()
     # Slot 0 lacks one place, slot 1 holds exactly one round, slot 2 holds all.
-    before, state = bench.pools(), jax.tree.map(np.array, bench.state)
+    before, state = bench.pools(), jax.tree.map(np.array, bench.carry.slots)
     result = bench.decode(SPECULATION, [start[0] + DFLASH.depth, start[1] + DFLASH.block_size, 64, 0])
     assert result.count[:, 0].tolist() == [0, 0]
     assert result.drafted[:, 0].tolist() == [0, 0]
     assert result.count[:, 1].tolist() == [5, 0]
     assert (result.count[:, 2] > 0).all()
     assert not result.finished[:, :3].any()
-    for old, new in zip(jax.tree.leaves(state), jax.tree.leaves(bench.state), strict=True):
+    for old, new in zip(jax.tree.leaves(state), jax.tree.leaves(bench.carry.slots), strict=True):
         np.testing.assert_array_equal(old[[0, 3]], np.asarray(new)[[0, 3]])
     assert_only_these_changed(
         before,
@@ -77,7 +71,7 @@ def test_a_slot_without_room_freezes_unharmed_and_goes_on_later(plain: Bench) ->
         [place for row in (1, 2) for place in bench.slots_of(row, start[row], bench.lengths()[row])],
     )
     # Near its limit a slot needs room for no more than what remains.
-    while not np.asarray(bench.state.finished).all():
+    while not np.asarray(bench.carry.slots.finished).all():
         bench.decode(SPECULATION, [len(prompt) - 1 + ANSWER for prompt in PROMPTS] + [0])
     assert bench.answers() == answers
 
@@ -119,44 +113,3 @@ def test_chunks_of_a_prompt_leave_what_one_pass_leaves() -> None:
     whole.prefill(19)
     for found, expected in zip(pieces.pools(), whole.pools(), strict=True):
         np.testing.assert_allclose(found, expected, rtol=2e-4, atol=2e-5)
-
-
-@given(st.integers(0, 2**31))
-@settings(max_examples=100, deadline=None)
-def test_tokens_count_up_to_the_first_stop_or_the_limit(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    batch, width = 6, 5
-    tokens = rng.integers(0, 8, (batch, width)).astype(np.int32)
-    accepted = rng.integers(0, width, batch).astype(np.int32)
-    live = rng.random(batch) < 0.8
-    state = empty_rows(batch, 3)
-    state.remaining[:] = rng.integers(1, 8, batch)
-    state.finished[:] = rng.random(batch) < 0.3
-    state.stop_ids[:, :2] = rng.integers(-1, 8, (batch, 2))
-    count, finished = emitted_tokens(jax.tree.map(jnp.asarray, state), tokens, accepted, jnp.asarray(live))
-    for row in range(batch):
-        if not live[row]:
-            assert (int(count[row]), bool(finished[row])) == (0, bool(state.finished[row]))
-            continue
-        offered = tokens[row, : min(accepted[row] + 1, state.remaining[row])].tolist()
-        stops = [place for place, token in enumerate(offered) if token in state.stop_ids[row]]
-        expected = stops[0] + 1 if stops else len(offered)
-        assert int(count[row]) == expected
-        assert bool(finished[row]) == (bool(stops) or expected == state.remaining[row])
-
-
-def test_rows_of_slots_are_taken_and_put_back() -> None:
-    state = replace(empty_rows(4, 2), anchor=np.arange(4, dtype=np.int32), finished=np.zeros(4, bool))
-    state = jax.tree.map(jnp.asarray, state)
-    slots = jnp.array([2, 0, 4], jnp.int32)  # 4: no slot
-    rows = take_slots(state, slots)
-    assert rows.anchor[:2].tolist() == [2, 0]
-    assert rows.finished.tolist() == [False, False, True]
-    changed = put_slots(state, slots, replace(rows, anchor=jnp.array([20, 10, 99], jnp.int32)))
-    assert changed.anchor.tolist() == [10, 1, 20, 3]
-
-
-def test_buckets_grow_fourfold_up_to_the_largest() -> None:
-    assert [bucket(n, 40) for n in (1, 2, 4, 5, 16, 17, 40)] == [1, 4, 4, 16, 16, 40, 40]
-    assert [bucket(n, 512, 32) for n in (1, 32, 33, 129, 512)] == [32, 32, 128, 512, 512]
-    assert bucket(3, 2, 8) == 2

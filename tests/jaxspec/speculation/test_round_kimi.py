@@ -6,8 +6,8 @@ from flax import nnx
 
 from jaxspec.benchmark.shapes import SHAPES
 from jaxspec.config import EngineConfig, SpeculationConfig
-from jaxspec.engine.engine import placement_of
 from jaxspec.engine.memory import cache_bytes_per_token
+from jaxspec.engine.memory_plan import placement_of
 from jaxspec.model.families.protocols import Target
 from jaxspec.model.families.registry import FAMILIES
 from jaxspec.sharding.layout import Placement

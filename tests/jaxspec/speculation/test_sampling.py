@@ -18,15 +18,17 @@ from jaxspec.engine.engine import Engine
 from jaxspec.model.layers.batch import ForwardBatch
 from jaxspec.model.layers.cache import empty_cache
 from jaxspec.sharding.mesh import TENSOR_AXIS, make_mesh
+from jaxspec.sharding.vocab_shard import VocabShard
 from jaxspec.speculation.sampling import SamplingLevel, gumbel_noise, kept, level_of, sample
-from jaxspec.speculation.state import DecodeState, empty_rows
+from jaxspec.speculation.slot_table import SlotTable, empty_slots
 from tests.support.builders import GROUPED, Plan, on_mesh, oracle, oracle_drafting, tiny_target
 
 VOCAB = 64
+WHOLE = VocabShard(VOCAB, False)
 
 
-def state_of(params: list[SamplingParams], length: int = 0) -> DecodeState:
-    state = empty_rows(len(params), 1)
+def state_of(params: list[SamplingParams], length: int = 0) -> SlotTable:
+    state = empty_slots(len(params), VOCAB)
     for row, one in enumerate(params):
         for name in ("temperature", "top_p", "min_p", "top_k", "choice"):
             getattr(state, name)[row] = getattr(one, name)
@@ -35,12 +37,14 @@ def state_of(params: list[SamplingParams], length: int = 0) -> DecodeState:
     return jax.tree.map(jnp.asarray, state)
 
 
-def on_devices(devices: int, body: Callable[[jax.Array, bool], Any], scores: np.ndarray, split_result: bool) -> Any:
-    """`body(scores of a device, whether they are split)` with the vocabulary, last, split over the mesh."""
+def on_devices(
+    devices: int, body: Callable[[jax.Array, VocabShard], Any], scores: np.ndarray, split_result: bool
+) -> Any:
+    """`body(scores of a device, its part of the vocabulary)` with the vocabulary, last, split over the mesh."""
     split = PartitionSpec(*[None] * (scores.ndim - 1), TENSOR_AXIS) if devices > 1 else PartitionSpec()
     return jax.jit(
         jax.shard_map(
-            lambda part: body(part, devices > 1),
+            lambda part: body(part, VocabShard(scores.shape[-1], devices > 1)),
             mesh=make_mesh(devices),
             in_specs=split,
             out_specs=split if split_result else PartitionSpec(),
@@ -76,7 +80,7 @@ def test_filters_keep_what_transformers_keeps(devices: int) -> None:
     logits = rng.normal(0, 2.5, (len(FILTERS), 12, VOCAB)).astype(np.float32)
     state = state_of(FILTERS)
     scaled = logits / np.asarray(state.temperature)[:, None, None]
-    found = np.asarray(on_devices(devices, lambda part, split: kept(part, state, split), scaled, True))
+    found = np.asarray(on_devices(devices, lambda part, vocab: kept(part, state, vocab), scaled, True))
     for row, params in enumerate(FILTERS):
         np.testing.assert_array_equal(found[row], survivors(logits[row], params), err_msg=str(params))
 
@@ -86,7 +90,7 @@ def test_equal_scores_are_kept_or_dropped_together() -> None:
 
     def keep(**params: Any) -> list[bool]:
         state = state_of([SamplingParams(**params)])
-        return np.asarray(jax.jit(lambda s: kept(s, state, False))(scores))[0, 0].tolist()
+        return np.asarray(jax.jit(lambda s: kept(s, state, VocabShard(5, False)))(scores))[0, 0].tolist()
 
     assert keep(top_k=1) == [True, True, False, False, False]
     assert keep(top_k=3) == [True, True, True, True, False]
@@ -108,7 +112,7 @@ def test_noise_is_one_table_on_any_mesh() -> None:
         np.asarray(
             on_devices(
                 devices,
-                lambda part, split: gumbel_noise(seed, choice, positions, part.shape[-1], split),
+                lambda part, vocab: gumbel_noise(seed, choice, positions, vocab),
                 np.zeros((1, 1, VOCAB), np.float32),
                 True,
             )
@@ -120,7 +124,7 @@ def test_noise_is_one_table_on_any_mesh() -> None:
     flat = tables[0].reshape(6, VOCAB)
     assert len({row.tobytes() for row in flat}) == 6, "seed, choice and position each change the noise"
     # A row depends on nothing but its key: not on the batch, nor on the positions beside it.
-    alone = gumbel_noise(seed[2:], choice[2:], positions[2:, 1:], VOCAB, False)
+    alone = gumbel_noise(seed[2:], choice[2:], positions[2:, 1:], WHOLE)
     np.testing.assert_array_equal(alone[0, 0], tables[0][2, 1])
 
 
@@ -131,13 +135,13 @@ def test_rows_of_one_depth_share_their_noise_and_positions_do_not() -> None:
     params = SamplingParams(temperature=1, seed=4)
     for level in (SamplingLevel.TEMPERATURE, SamplingLevel.FILTERED):
         drawn = np.asarray(
-            jax.jit(lambda x, level=level: sample(x, depths, state_of([params], 10), 19, level, False))(logits)
+            jax.jit(lambda x, level=level: sample(x, depths, state_of([params], 10), WHOLE, level, 19))(logits)
         )[0]
         np.testing.assert_array_equal(drawn[0::2], drawn[1::2])
         assert len(set(drawn[0::2].tolist())) > 5
         # The same position reached from a longer context: row d stands where row d + 3 stood.
         later = np.asarray(
-            jax.jit(lambda x, level=level: sample(x, depths, state_of([params], 13), 19, level, False))(logits)
+            jax.jit(lambda x, level=level: sample(x, depths, state_of([params], 13), WHOLE, level, 19))(logits)
         )[0]
         np.testing.assert_array_equal(later[:-6], drawn[6:])
 
@@ -150,7 +154,7 @@ def test_a_greedy_row_is_greedy_at_every_level(devices: int) -> None:
     for level in SamplingLevel:
         drawn = on_devices(
             devices,
-            lambda part, split, level=level: sample(part, depths, state, 0, level, split),
+            lambda part, vocab, level=level: sample(part, depths, state, vocab, level, 0),
             logits,
             False,
         )

@@ -14,7 +14,7 @@ from jaxspec.model.layers.batch import ForwardBatch
 from jaxspec.model.layers.cache import empty_cache, write_rows
 from jaxspec.sharding.mesh import make_mesh
 from jaxspec.speculation.drafting import dflash_drafting
-from jaxspec.speculation.state import empty_rows
+from jaxspec.speculation.slot_table import empty_slots
 from tests.support.builders import DFLASH, GROUPED, on_mesh, tiny_dflash, tiny_target
 
 TARGET = replace(GROUPED, num_hidden_layers=3)
@@ -151,7 +151,8 @@ class Session:
 
     def log_probs(self, anchors: np.ndarray) -> np.ndarray:
         """[batch, block_size - 1, vocab], by token id."""
-        state = replace(empty_rows(len(anchors), 1), anchor=anchors.astype(np.int32), length=self.length)
+        slots = empty_slots(len(anchors), TARGET.vocab_size)
+        state = replace(slots, anchor=anchors.astype(np.int32), length=self.length)
         candidates = self._propose(state, self.cache, self.table)
         assert (np.diff(candidates.log_probs, axis=-1) <= 0).all()
         result = np.empty(candidates.log_probs.shape)
@@ -264,7 +265,7 @@ def test_fewer_tokens_may_be_drafted_than_the_block_has() -> None:
     def short(pair: Any, state: Any, cache: Any, table: Any) -> Any:
         return dflash_drafting(pair.drafter, pair.target, 3, config.vocab_size).propose(state, cache, table)
 
-    state = replace(empty_rows(1, 1), anchor=np.array([3], np.int32), length=session.length)
+    state = replace(empty_slots(1, TARGET.vocab_size), anchor=np.array([3], np.int32), length=session.length)
     candidates = on_mesh(1, Pair(session.drafter, session.target), short)(state, session.cache, session.table)
     assert candidates.tokens.shape == (1, 3, config.vocab_size)
     found = np.take_along_axis(full[:, :3], np.asarray(candidates.tokens), -1)

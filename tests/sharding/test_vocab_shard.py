@@ -11,15 +11,16 @@ from jax.sharding import PartitionSpec
 
 from jaxspec.sharding import collectives
 from jaxspec.sharding.mesh import TENSOR_AXIS, make_mesh
+from jaxspec.sharding.vocab_shard import VocabShard
 
 VOCAB = 48
 
 
 def run(devices: int, function: Callable[..., Any], array: np.ndarray) -> Any:
-    """`function(part, split)` on every device; asserts that all devices return the same."""
+    """`function(vocabulary, part)` on every device; asserts that all devices return the same."""
     spec = PartitionSpec(None, TENSOR_AXIS) if devices > 1 else PartitionSpec()
     body = jax.shard_map(
-        lambda part: jax.tree.map(lambda x: x[None], function(part, devices > 1)),
+        lambda part: jax.tree.map(lambda x: x[None], function(VocabShard(array.shape[-1], devices > 1), part)),
         mesh=make_mesh(devices),
         in_specs=spec,
         out_specs=PartitionSpec(TENSOR_AXIS),
@@ -47,11 +48,11 @@ def logits(request: pytest.FixtureRequest) -> np.ndarray:
 @pytest.mark.parametrize("devices", [1, 2, 8])
 class TestOnAMesh:
     def test_argmax_takes_the_lowest_of_equal_ids(self, devices: int, logits: np.ndarray) -> None:
-        np.testing.assert_array_equal(run(devices, collectives.argmax, logits), logits.argmax(-1))
+        np.testing.assert_array_equal(run(devices, VocabShard.argmax, logits), logits.argmax(-1))
 
     @pytest.mark.parametrize("k", [1, 5, 9, VOCAB])
     def test_top_k(self, devices: int, k: int, logits: np.ndarray) -> None:
-        values, ids = run(devices, lambda part, split: collectives.top_k(part, k, split), logits)
+        values, ids = run(devices, lambda vocab, part: vocab.top_k(part, k), logits)
         expected = np.argsort(-logits, axis=-1, kind="stable")[:, :k]
         np.testing.assert_array_equal(ids, expected)
         np.testing.assert_array_equal(values, np.take_along_axis(logits, expected, -1))
@@ -63,21 +64,37 @@ class TestOnAMesh:
         values[1] = -np.inf
         values[2, 7:] = -np.inf
         for k in (1, 16, 200):
-            found, ids = run(devices, lambda part, split, k=k: collectives.top_k(part, k, split), values)
+            found, ids = run(devices, lambda vocab, part, k=k: vocab.top_k(part, k), values)
             expected = np.argsort(-values, axis=-1, kind="stable")[:, :k]
             np.testing.assert_array_equal(ids, expected)
             np.testing.assert_array_equal(found, np.take_along_axis(values, expected, -1))
 
     def test_log_sum_exp(self, devices: int, logits: np.ndarray) -> None:
         exact = np.log(np.exp(logits.astype(np.float64)).sum(-1))
-        np.testing.assert_allclose(run(devices, collectives.log_sum_exp, logits), exact, rtol=1e-6, atol=1e-6)
+        np.testing.assert_allclose(run(devices, VocabShard.log_sum_exp, logits), exact, rtol=1e-6, atol=1e-6)
 
     def test_maximum_and_sum(self, devices: int, logits: np.ndarray) -> None:
-        best = run(devices, lambda part, split: collectives.max_over_devices(part.max(-1), split), logits)
+        best = run(devices, lambda vocab, part: vocab.max(part.max(-1)), logits)
         np.testing.assert_array_equal(best, logits.max(-1))
         finite = np.where(np.isfinite(logits), logits, 0)
-        total = run(devices, lambda part, split: collectives.sum_over_devices(part.sum(-1), split), finite)
+        total = run(devices, lambda vocab, part: vocab.sum(part.sum(-1)), finite)
         np.testing.assert_allclose(total, finite.sum(-1), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("devices", [1, 2, 8])
+def test_ids_have_one_place_on_one_device(devices: int) -> None:
+    ids = np.array([[0, 5, 6, VOCAB - 1, -1, VOCAB]])
+    values = np.random.default_rng(0).normal(size=(1, VOCAB)).astype(np.float32)
+
+    def places(vocab: VocabShard, part: jax.Array) -> jax.Array:
+        found = vocab.places(jnp.asarray(ids))
+        return collectives.gather_over_devices(jnp.where(found < vocab.local, found + vocab.first, -1), 0, vocab.split)
+
+    found = run(devices, places, values)
+    np.testing.assert_array_equal(found.max(0), [0, 5, 6, VOCAB - 1, -1, -1])
+    assert ((found >= 0).sum(0) == [1, 1, 1, 1, 0, 0]).all()
+    picked = run(devices, lambda vocab, part: vocab.at(part.repeat(4, 0)[None], jnp.asarray(ids[:, :4])), values)
+    np.testing.assert_array_equal(picked[0], values[0, ids[0, :4]])
 
 
 def test_where_nothing_is_split_nothing_travels() -> None:

@@ -10,6 +10,7 @@ from jaxspec.benchmark.synthetic import random_cache
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.modules import FlatModule
 from jaxspec.engine.programs import DecodeShape, compiler_options
+from jaxspec.model.layers.batch import ForwardOutput
 from jaxspec.model.layers.cache import PagedCache
 from jaxspec.sharding.compilation import REPLICATED, compile_on_mesh, replicate, specs_of
 from jaxspec.speculation.acceptance import confirm
@@ -95,7 +96,8 @@ class RoundParts:
         else:
             tree = self._compile(root_only, (self.carry.slots.anchor,), REPLICATED)(self.carry.slots.anchor)
         parts["verify"] = self._verify(tree)
-        parts["commit"] = self._commit(*parts["verify"]())
+        output, predicted = parts["verify"]()
+        parts["commit"] = self._commit(Verified(tree, output), predicted)
         return parts
 
     def _placed(self) -> Any:
@@ -123,20 +125,20 @@ class RoundParts:
         program = self._compile(body, (self.carry.slots.anchor, candidates), REPLICATED)
         return lambda: program(self.carry.slots.anchor, candidates)
 
-    def _verify(self, tree: DraftTree) -> Callable[[], tuple[Verified, jax.Array]]:
+    def _verify(self, tree: DraftTree) -> Callable[[], tuple[ForwardOutput, jax.Array]]:
         weights, depth = FlatModule(self._engine.target), self._engine.depth
         drafting = self._drafting(self._engine.drafter, None)  # Only its taps are used.
 
-        def body(leaves: Any, carry: Carry, batch: Batch, tree: DraftTree) -> tuple[Verified, jax.Array]:
+        def body(leaves: Any, carry: Carry, batch: Batch, tree: DraftTree) -> tuple[ForwardOutput, jax.Array]:
             target = weights.holding(leaves)
-            verified = verify(Models(target, drafting), carry, batch, tree)
-            logits = target.logits(verified.output.hidden)
-            return verified, sample(logits, tree.depths, carry.slots, target.vocab, GREEDY.level, depth)
+            output = verify(Models(target, drafting), carry, batch, tree).output
+            logits = target.logits(output.hidden)
+            return output, sample(logits, tree.depths, carry.slots, target.vocab, GREEDY.level, depth)
 
         def arguments() -> tuple[Any, ...]:
             return weights.leaves, Carry(Caches(self.carry.caches.target, ()), self.carry.slots), self._batch, tree
 
-        program = self._compile(body, arguments(), (self._programs.verified_specs, REPLICATED))
+        program = self._compile(body, arguments(), (self._programs.output_specs, REPLICATED))
         return lambda: program(*arguments())
 
     def _commit(self, verified: Verified, predicted: jax.Array) -> Callable[[], RoundResult]:

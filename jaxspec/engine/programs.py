@@ -104,8 +104,7 @@ class Programs:
             self.target.cache_rows,
             is_leaf=lambda node: isinstance(node, RowSpec),
         )
-        output = ForwardOutput(REPLICATED, REPLICATED, rows, REPLICATED)  # type: ignore[arg-type]
-        self.verified_specs = Verified(REPLICATED, output)  # type: ignore[arg-type]
+        self.output_specs = ForwardOutput(REPLICATED, REPLICATED, rows, REPLICATED)  # type: ignore[arg-type]
 
     def decode(self, shape: DecodeShape, carry: Carry, batch: Batch) -> tuple[Carry, RoundResult]:
         """Runs `rounds_per_call` rounds; results have a leading axis of rounds. Donates the carry."""
@@ -135,11 +134,11 @@ class Programs:
     def verify(self, shape: DecodeShape, carry: Carry, batch: Batch, tree: DraftTree) -> Verified:
         """The second part: the target's pass."""
 
-        def body(leaves: Any, carry: Carry, batch: Batch, tree: DraftTree) -> Verified:
+        def body(leaves: Any, carry: Carry, batch: Batch, tree: DraftTree) -> ForwardOutput:
             models = self._models(leaves, shape.speculation)
-            return verify(models, _of_batch(carry, batch), batch, tree)
+            return verify(models, _of_batch(carry, batch), batch, tree).output
 
-        return self._run(("verify", shape), body, (carry, batch, tree), self.verified_specs)
+        return Verified(tree, self._run(("verify", shape), body, (carry, batch, tree), self.output_specs))
 
     def accept_and_commit(
         self, shape: DecodeShape, carry: Carry, batch: Batch, verified: Verified

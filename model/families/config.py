@@ -8,8 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from jaxspec.model.families.rope_config import MAX_POSITIONS, read_rope
 from jaxspec.model.fields import Fields
-from jaxspec.model.layers.rope import MAX_POSITIONS, RopeConfig, read_rope
+from jaxspec.model.layers.rope import RopeConfig
+from jaxspec.sharding.checkpoint.manifest import FLOAT_DTYPES
 
 # Far beyond any published model; what exceeds them is a damaged file, and would take hours or overflow.
 MAX_SIZE, MAX_HEADS, MAX_LAYERS = 2**24, 2**12, 2**10
@@ -185,6 +187,21 @@ def architecture(raw: Mapping[str, Any]) -> str:
     if not isinstance(names, list) or not isinstance(names[0], str):
         raise Fields(raw).wrong("architectures", "a list of names")
     return names[0]
+
+
+def read_dtype(raw: Mapping[str, Any]) -> str:
+    """`dtype` (newer files) or `torch_dtype`, of the text model or of the whole file; bfloat16 where none is given.
+
+    Raises:
+      ValueError: naming the field, for a dtype that weights are not read in.
+    """
+    for fields in (Fields(Fields(raw).section("text_config")), Fields(raw)):
+        for key in ("dtype", "torch_dtype"):
+            if (value := fields.table.get(key)) is not None:
+                if value not in FLOAT_DTYPES:
+                    raise fields.wrong(key, f"one of {', '.join(sorted(FLOAT_DTYPES))}")
+                return value
+    return "bfloat16"
 
 
 def _read_shape(fields: Fields) -> dict[str, Any]:

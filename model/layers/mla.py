@@ -10,13 +10,13 @@ For one head, query row and cached token the naive form takes nope + rope + valu
 number of rows. So few rows (decoding, trees) are absorbed and many (prefill) expand: with Kimi's numbers, from 158 on.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxspec.model.families.kimi_config import KimiConfig
 from jaxspec.model.layers.attention import attend, rotate
 from jaxspec.model.layers.basic import Linear, RMSNorm, product
 from jaxspec.sharding.collectives import (
@@ -29,13 +29,41 @@ from jaxspec.sharding.collectives import (
 from jaxspec.sharding.layout import Layout
 
 
+@dataclass(frozen=True)
+class LatentAttentionConfig:
+    """Sizes of latent attention. Field names are those of transformers.
+
+    Attributes:
+      q_lora_rank: rank of the queries' latent; None where queries are projected in one step.
+      latent_norm_eps: of the norms over the two latents.
+      rope_interleave: whether rotated pairs are neighbours (2i, 2i + 1) in the weights, rather than halves apart.
+      score_factor: multiplies the scores, beside the root of their width.
+    """
+
+    hidden_size: int
+    num_attention_heads: int
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    latent_norm_eps: float
+    rope_interleave: bool
+    score_factor: float
+
+    @property
+    def latent_row(self) -> int:
+        """Values that the cache holds for one token and layer."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+
 class LatentAttention(nnx.Module):
     """Latent attention's projections; heads are split over the mesh, both latents computed on every device.
 
     The context's rows lie whole on every device, or are spread over all of them (`layout` splits "page_rows").
     """
 
-    def __init__(self, config: KimiConfig, layout: Layout, dtype: Any):
+    def __init__(self, config: LatentAttentionConfig, layout: Layout, dtype: Any):
         self.config = config
         self.split = layout.splits("heads")
         self.spread = layout.splits("page_rows")
@@ -56,7 +84,7 @@ class LatentAttention(nnx.Module):
     def scale(self) -> float:
         """What multiplies the scores."""
         config = self.config
-        return (config.qk_nope_head_dim + config.qk_rope_head_dim) ** -0.5 * config.rope.score_factor
+        return (config.qk_nope_head_dim + config.qk_rope_head_dim) ** -0.5 * config.score_factor
 
     def queries(self, x: jax.Array, tables: tuple[jax.Array, jax.Array]) -> jax.Array:
         """[batch, rows, hidden] → [batch, rows, heads / devices, nope + rope], the second part rotated."""

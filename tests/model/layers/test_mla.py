@@ -27,7 +27,7 @@ LENGTHS = np.array([0, 13, PAGES * PAGE], np.int32)  # no context, part of a pag
 def attention(config: KimiConfig, devices: int, placement: Placement) -> LatentAttention:
     layout, mesh = kimi.layout_of(config, devices, placement), make_mesh(devices)
     return fill(
-        lambda: LatentAttention(config, layout, jnp.float32),
+        lambda: LatentAttention(kimi.attention_config(config), layout, jnp.float32),
         lambda spec: jax.device_put(
             random_weight(spec.name, spec.shape, spec.dtype).astype(np.float32),
             NamedSharding(mesh, layout.spec(spec.axes)),
@@ -40,7 +40,7 @@ def run(form: str, config: KimiConfig, devices: int = 1, placement: Placement = 
     rng = np.random.default_rng(3)
     x = rng.standard_normal((BATCH, ROWS, config.hidden_size), np.float32)
     positions = LENGTHS[:, None] + np.arange(ROWS, dtype=np.int32)
-    pages = rng.standard_normal((BATCH, PAGES, PAGE, config.latent_row), np.float32)
+    pages = rng.standard_normal((BATCH, PAGES, PAGE, kimi.attention_config(config).latent_row), np.float32)
     visibility = np.tril(np.ones((ROWS, ROWS), bool))[None]
 
     def body(module: LatentAttention, x: jax.Array, pages: jax.Array) -> Any:

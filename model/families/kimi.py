@@ -11,10 +11,11 @@ from jaxspec.model.families.kimi_config import WRAPPER, KimiConfig
 from jaxspec.model.layers.attention import rotary_tables
 from jaxspec.model.layers.basic import Embedding, GatedMLP, RMSNorm
 from jaxspec.model.layers.batch import ForwardBatch, ForwardOutput, LayerRows
-from jaxspec.model.layers.cache import PagedCache, RowSpec, context_positions, context_rows
+from jaxspec.model.layers.cache import PagedCache, RowSpec
 from jaxspec.model.layers.experts import ExpertsConfig
 from jaxspec.model.layers.mla import LatentAttention, LatentAttentionConfig
 from jaxspec.model.layers.moe import MixtureOfExperts, RouterConfig
+from jaxspec.model.layers.paged_attention import PagedContext
 from jaxspec.sharding.layout import DEFAULT_PLACEMENT, Layout, Placement
 
 # Tensors of the wrapper's vision tower, which a text model has no use for.
@@ -39,24 +40,17 @@ class DecoderLayer(nnx.Module):
         self,
         x: jax.Array,
         tables: tuple[jax.Array, jax.Array],
-        pool: jax.Array,
+        context: PagedContext,
         batch: ForwardBatch,
-        context_mask: jax.Array,
     ) -> tuple[jax.Array, LayerRows, jax.Array | None]:
         """x [batch, rows, hidden] → the new residual stream, this layer's new cache rows, and its chosen experts."""
-        normed = self.input_layernorm(x)
-        rows = self.self_attn.latent_rows(normed, tables)
-        # Behind the barrier, since the compiler would gather the contexts of all layers first and hold them all.
-        table, normed = jax.lax.optimization_barrier((batch.page_table, normed))
-        context = context_rows(pool, table)
-        x = x + self.self_attn.attend(
-            self.self_attn.queries(normed, tables), context, context_mask, rows, batch.visibility
-        )
+        attended, rows = self.self_attn(self.input_layernorm(x), tables, context, batch.positions, batch.visibility)
+        x = x + attended
         normed = self.post_attention_layernorm(x)
         if isinstance(self.mlp, GatedMLP):
-            return x + self.mlp(normed), (rows,), None
+            return x + self.mlp(normed), rows, None
         mixed, chosen = self.mlp(normed)
-        return x + mixed, (rows,), chosen
+        return x + mixed, rows, chosen
 
 
 class KimiForCausalLM(nnx.Module):
@@ -93,11 +87,11 @@ class KimiForCausalLM(nnx.Module):
         batch.check()
         x = self.embed_tokens(batch.tokens)
         tables = rotary_tables(batch.positions, self.config.rope, self.config.qk_rope_head_dim)
-        places = context_positions(cache[0][0], batch.page_table.shape[1], self.layout.shares("page_rows"))
-        context_mask = places < batch.context_length[:, None, None]  # [batch, 1, context]
+        shares = self.layout.shares("page_rows")
         rows, outputs, chosen = [], [], []
-        for layer, (pool,) in zip(self.layers, cache, strict=True):
-            x, new, picks = layer(x, tables, pool, batch, context_mask)
+        for layer, pools in zip(self.layers, cache, strict=True):
+            context = PagedContext(pools, batch.page_table, batch.context_length, shares=shares)
+            x, new, picks = layer(x, tables, context, batch)
             rows.append(new)
             chosen += [] if picks is None else [picks]
             outputs.append(x)

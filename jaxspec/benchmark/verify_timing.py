@@ -154,6 +154,7 @@ def pass_bytes(target: Target, rows: int, context: int, distinct: Sequence[int])
     tied = "lm_head.weight" not in weights
     rest = sum(weights.values()) - experts - (0 if tied else weights["embed_tokens.weight"])
     layers = len(distinct)
-    one_expert = experts // (layers * target.config.n_routed_experts) if layers else 0
+    config: Any = target.config  # Of a family with experts, where there are layers of them.
+    one_expert = experts // (layers * config.n_routed_experts) if layers else 0
     vocab = target.config.vocab_size // target.layout.shares("vocab")
     return rest + sum(distinct) * one_expert + context * cache_bytes_per_token(target, None) + rows * vocab * 8

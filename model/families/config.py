@@ -6,7 +6,7 @@ implement is refused by name rather than ignored.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from jaxspec.model.families.rope_config import MAX_POSITIONS, read_rope
 from jaxspec.model.fields import Fields
@@ -17,6 +17,34 @@ from jaxspec.sharding.checkpoint.manifest import FLOAT_DTYPES
 MAX_SIZE, MAX_HEADS, MAX_LAYERS = 2**24, 2**12, 2**10
 MAX_BLOCK = 1025  # Rows of one drafter pass.
 TARGET_FAMILIES = {"LlamaForCausalLM": "llama", "Qwen3ForCausalLM": "qwen3"}
+
+
+class TargetConfig(Protocol):
+    """What is read of a target's config, whatever its family."""
+
+    @property
+    def family(self) -> str:
+        """The family's name in the registry."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the embedding and of the output head."""
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the residual stream."""
+
+    @property
+    def num_hidden_layers(self) -> int:
+        """Decoder layers."""
+
+    @property
+    def max_position_embeddings(self) -> int:
+        """Positions that the model was made for."""
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end an answer."""
 
 
 @dataclass(frozen=True)
@@ -160,7 +188,7 @@ def default_target_layers(num_target_layers: int, count: int) -> tuple[int, ...]
     return tuple(round(1 + i * (num_target_layers - 4) / (count - 1)) for i in range(count))
 
 
-def check_drafter(target: Any, drafter: DFlashConfig) -> None:
+def check_drafter(target: TargetConfig, drafter: DFlashConfig) -> None:
     """Raises ValueError, naming the field, where `drafter` was not made for `target`."""
     for field, found, expected in (
         ("hidden_size", drafter.hidden_size, target.hidden_size),

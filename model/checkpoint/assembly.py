@@ -107,7 +107,7 @@ def read_slab(source: Source, recipe: Recipe, slab: Slab) -> np.ndarray:
         for expert in sorted(range(slab.start, slab.stop), key=lambda expert: recipe.places[expert]):
             _put(source, recipe.names[expert], source.read(recipe.names[expert]), out[expert - slab.start])
         return out
-    name, unit = recipe.names[0], recipe.scheme.scale_rows if recipe.scales else 1
+    name, unit = recipe.names[0], recipe.scheme.outputs_per_scale if recipe.scales else 1
     scales = source.read(recipe.scales) if recipe.scales else None
     step = cdiv(max(1, BLOCK_BYTES // max(1, 4 * int(np.prod(slab.shape[1:])))), unit) * unit
     for start in range(slab.start, slab.stop, step):

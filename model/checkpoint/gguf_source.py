@@ -44,7 +44,7 @@ KEPT_DTYPES = {
 
 
 class GGUFSource:
-    """One GGUF file."""
+    """One GGUF file, read as a source."""
 
     def __init__(self, path: Path):
         self.path = path

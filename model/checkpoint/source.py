@@ -23,7 +23,7 @@ class SourceTensor:
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes in that dtype."""
+        """How many bytes it takes in that dtype."""
         return int(np.prod(self.shape)) * jnp.dtype(self.dtype).itemsize
 
 

@@ -28,23 +28,23 @@ class TargetConfig(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """Rows of the embedding and of the output head."""
+        """How many tokens there are."""
 
     @property
     def hidden_size(self) -> int:
-        """Width of the residual stream."""
+        """The width of the residual stream."""
 
     @property
     def num_hidden_layers(self) -> int:
-        """Decoder layers."""
+        """The number of decoder layers."""
 
     @property
     def max_position_embeddings(self) -> int:
-        """Positions that the model was made for."""
+        """The number of positions that the model was made for."""
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end an answer."""
+        """The tokens that end an answer."""
 
 
 @dataclass(frozen=True)

@@ -146,7 +146,7 @@ class Experts(nnx.Module):
 
     @property
     def costs(self) -> Costs:
-        """Those of the platform in use."""
+        """The costs on the platform in use."""
         return COSTS["cpu" if jax.default_backend() == "cpu" else "gpu"]
 
     def _tiles_in_block(self, assignments: int) -> int:

@@ -49,7 +49,7 @@ class LatentAttentionConfig:
 
     @property
     def latent_row(self) -> int:
-        """Values that the cache holds for one token and layer."""
+        """How many values the cache holds for one token and layer."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
 

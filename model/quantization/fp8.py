@@ -61,7 +61,7 @@ class Fp8(Scheme):
 
     name: ClassVar[str] = "fp8"
     unit: ClassVar[int] = BLOCK[1]
-    scale_rows: ClassVar[int] = BLOCK[0]
+    outputs_per_scale: ClassVar[int] = BLOCK[0]
     scales: ClassVar[str] = "weight_scale_inv"
     section: ClassVar[Mapping[str, Any]] = SECTION
     described: ClassVar[str] = "'fp8'"

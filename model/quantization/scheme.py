@@ -54,7 +54,7 @@ class Scheme(ABC):
       name: in `SCHEMES`, and for people.
       unit: inputs or outputs that share a scale and must not be parted; a mesh splits weights between units.
       whole_units: whether sizes must be multiples of `unit`; otherwise the last unit may be partial.
-      scale_rows: outputs that share a scale.
+      outputs_per_scale: outputs that share a scale.
       scales: the name of the array of scales; "" for a scheme without.
       section: the `quantization_config` of a file in this scheme; empty for a scheme without.
       described: the `quant_method` that announces it, for people.
@@ -63,7 +63,7 @@ class Scheme(ABC):
     name: ClassVar[str]
     unit: ClassVar[int] = 1
     whole_units: ClassVar[bool] = False
-    scale_rows: ClassVar[int] = 1
+    outputs_per_scale: ClassVar[int] = 1
     scales: ClassVar[str] = ""
     section: ClassVar[Mapping[str, Any]] = {}
     described: ClassVar[str] = ""

@@ -49,7 +49,7 @@ class Fields:
         raise self.wrong(key, "a list of finite numbers above 0")
 
     def flag(self, key: str, default: bool | None = None) -> bool:
-        """true or false."""
+        """Reads true or false."""
         value = self._value(key, default)
         if not isinstance(value, bool):
             raise self.wrong(key, "true or false")

@@ -32,17 +32,21 @@ import numpy as np
 import typer
 from safetensors.numpy import save_file
 
-from jaxspec.model.checkpoint.sources import CONFIG, INDEX, Source, open_source
+from jaxspec.model.checkpoint.safetensors_source import CONFIG, INDEX
+from jaxspec.model.checkpoint.source import Source
+from jaxspec.model.checkpoint.sources import open_source
 from jaxspec.model.families.config import ModelConfig, read_model_config
-from jaxspec.model.quantization import fp8, int4
+from jaxspec.model.quantization.config import SCHEMES, QuantizationConfig, read_quantization
+from jaxspec.model.quantization.scheme import UNQUANTISED, Scheme
 from jaxspec.serve.cli.packaged import packaged_gguf
 from jaxspec.serve.cli.startup import bad_input
+from jaxspec.sharding.arithmetic import cdiv
 
 DEVICES = 8  # That heads, experts and their quantised groups are to be split over.
 EXPERTS, CHOSEN = 8, 2
 SCALING = 2.827  # Kimi K2's routed_scaling_factor.
 PREFIX = "language_model."
-GROUPS = {"plain": 1, "int4": int4.GROUP, "fp8": fp8.BLOCK[0]}
+PLAIN = "plain"
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}
 
 
@@ -57,10 +61,20 @@ class Form:
       perturbed: make experts differ and fill the part of the keys that is not rotated.
     """
 
-    quantised: str = "plain"
+    quantised: str = PLAIN
     dtype: str = "float32"
     dequantised: bool = False
     perturbed: bool = False
+
+    @property
+    def scheme(self) -> Scheme:
+        """Of the weights that are quantised."""
+        return UNQUANTISED if self.quantised == PLAIN else SCHEMES[self.quantised]
+
+    @property
+    def quantization(self) -> QuantizationConfig:
+        """Which Linear layers those are."""
+        return read_quantization({"quantization_config": self.scheme.section})
 
 
 @dataclass(frozen=True)
@@ -75,7 +89,7 @@ class Sizes:
     inner: int
 
     @classmethod
-    def of(cls, config: ModelConfig, quantised: str) -> "Sizes":
+    def of(cls, config: ModelConfig, scheme: Scheme) -> "Sizes":
         """Heads and half an MLP are rounded up, so that `DEVICES` split them in whole groups."""
         return cls(
             heads=_round_up(config.num_attention_heads, DEVICES),
@@ -83,13 +97,13 @@ class Sizes:
             rotated=config.num_key_value_heads * config.head_dim,
             plain=config.head_dim,
             value=config.head_dim,
-            inner=_round_up(-(-config.intermediate_size // 2), DEVICES * GROUPS[quantised]),
+            inner=_round_up(cdiv(config.intermediate_size, 2), DEVICES * scheme.unit),
         )
 
 
 def main(
     output: Annotated[Path, typer.Option(help="Folder to write.")],
-    quantised: Annotated[str, typer.Option(help="plain, int4 (routed experts) or fp8 (all Linear layers).")] = "plain",
+    quantised: Annotated[str, typer.Option(help="plain, int4 (routed experts) or fp8 (all Linear layers).")] = PLAIN,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16, of what is not quantised.")] = "float32",
     dequantised: Annotated[
         bool, typer.Option("--dequantised", help="Write the numbers that the quantised weights stand for.")
@@ -101,7 +115,7 @@ def main(
 ) -> None:
     """Rewrite SmolLM2-135M-Instruct, exactly, as a published checkpoint in Kimi's form."""
     with bad_input():
-        for option, found, known in (("--quantised", quantised, GROUPS), ("--dtype", dtype, DTYPES)):
+        for option, found, known in (("--quantised", quantised, (PLAIN, *SCHEMES)), ("--dtype", dtype, DTYPES)):
             if found not in known:
                 raise ValueError(f"{option}: found {found!r}, expected one of {', '.join(known)}")
         if output.exists():
@@ -120,9 +134,10 @@ def write_kimi_demo(source: Source, folder: Path, form: Form) -> int:
     config = read_model_config(source.config)
     if config.family != "llama" or config.rope.kind != "default":
         raise ValueError(f"{source.path}: found {config.family} with {config.rope.kind} RoPE, expected a plain Llama")
-    if form.quantised == "int4" and config.hidden_size % int4.GROUP:
-        raise ValueError(f"{source.path} hidden_size: found {config.hidden_size}, expected groups of {int4.GROUP}")
-    sizes = Sizes.of(config, form.quantised)
+    scheme = form.scheme
+    if scheme.whole_units and config.hidden_size % scheme.unit:
+        raise ValueError(f"{source.path} hidden_size: found {config.hidden_size}, expected groups of {scheme.unit}")
+    sizes = Sizes.of(config, scheme)
     folder.mkdir(parents=True)
     (folder / CONFIG).write_text(json.dumps(_config(config, sizes, source.config, form), indent=2) + "\n")
     source.write_tokenizer(folder)
@@ -182,8 +197,8 @@ def _config(config: ModelConfig, sizes: Sizes, raw: Mapping[str, Any], form: For
         "dtype": form.dtype,
     }
     text |= {key: raw[key] for key in ("bos_token_id", "eos_token_id") if key in raw}
-    if form.quantised != "plain" and not form.dequantised:
-        text["quantization_config"] = dict({"int4": int4.CONFIG, "fp8": fp8.CONFIG}[form.quantised])
+    if form.scheme != UNQUANTISED and not form.dequantised:
+        text["quantization_config"] = dict(form.scheme.section)
     return {
         "architectures": ["KimiK25ForConditionalGeneration"],
         "model_type": "kimi_k25",
@@ -259,7 +274,7 @@ def _experts(
     gate: np.ndarray, up: np.ndarray, down: np.ndarray, sizes: Sizes, form: Form, rng: np.random.Generator
 ) -> dict[str, np.ndarray]:
     """The MLP's first half as the shared expert, its second as every routed one, both padded with zeros."""
-    half = -(-gate.shape[0] // 2)
+    half = cdiv(gate.shape[0], 2)
 
     def padded(weight: np.ndarray, axis: int) -> np.ndarray:
         widths = [(0, 0), (0, 0)]
@@ -295,28 +310,19 @@ def _stored(name: str, weight: np.ndarray, form: Form) -> Iterator[tuple[str, np
     linear = weight.ndim == 2 and ".layers." in name and not name.endswith("mlp.gate.weight")
     if name.endswith("bias"):
         yield name, weight.astype(np.float32)
-    elif form.quantised == "int4" and ".mlp.experts." in name:
-        packed, scale = int4.quantise(weight)
+    elif linear and form.quantization.quantizes(module := name.removesuffix(".weight")):
+        tensors = form.scheme.quantise(weight)
         if form.dequantised:
-            # The layout's own rounding: q · scale in bfloat16.
-            yield name, int4.dequantise(packed, scale, ml_dtypes.bfloat16).astype(dtype)
+            yield name, form.scheme.dequantise(tensors, dtype)
             return
-        yield f"{name}_packed", packed
-        yield f"{name}_scale", scale
-        yield f"{name}_shape", np.array(weight.shape, np.int32)
-    elif form.quantised == "fp8" and linear:
-        quantised, scale = fp8.quantise(weight)
-        if form.dequantised:
-            yield name, fp8.dequantise(quantised, scale, dtype)
-            return
-        yield name, quantised
-        yield f"{name}_scale_inv", scale
+        for part, array in tensors.items():
+            yield f"{module}.{part}", array
     else:
         yield name, weight.astype(dtype)
 
 
 def _round_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
+    return cdiv(number, multiple) * multiple
 
 
 app = typer.Typer(add_completion=False)

@@ -14,8 +14,8 @@ import ml_dtypes
 import numpy as np
 import typer
 
-from jaxspec.model.checkpoint.sources import CONFIG, INDEX
-from jaxspec.model.quantization import int4
+from jaxspec.model.checkpoint.safetensors_source import CONFIG, INDEX
+from jaxspec.model.quantization.int4 import GROUP, INT4, PER_WORD
 from jaxspec.serve.cli.startup import bad_input
 
 HIDDEN, INNER, DENSE_INNER, EXPERTS = 7168, 2048, 18432, 384
@@ -67,7 +67,7 @@ TEXT: Mapping[str, Any] = {
     },
     "max_position_embeddings": 262144,
     "tie_word_embeddings": False,
-    "quantization_config": int4.CONFIG,
+    "quantization_config": INT4.section,
 }
 SAFETENSORS = {"F32": 4, "I32": 4, "BF16": 2}  # In the order in which a file holds them.
 
@@ -168,8 +168,8 @@ def _layer(prefix: str, dense: bool) -> Shapes:
         for projection in ("gate_proj", "up_proj", "down_proj"):
             name = f"{prefix}mlp.experts.{expert}.{projection}.weight_"
             outputs, inputs = described(name.removesuffix("weight_"))
-            shapes[f"{name}packed"] = ("I32", (outputs, inputs // 8))
-            shapes[f"{name}scale"] = ("BF16", (outputs, inputs // 32))
+            shapes[f"{name}packed"] = ("I32", (outputs, inputs // PER_WORD))
+            shapes[f"{name}scale"] = ("BF16", (outputs, inputs // GROUP))
             shapes[f"{name}shape"] = ("I32", (2,))
     return shapes
 

@@ -9,6 +9,7 @@ from jaxspec.model.families.kimi_config import KimiConfig
 from jaxspec.model.families.registry import FAMILIES
 from jaxspec.model.layers.rope import RopeConfig
 from jaxspec.model.quantization.config import QuantizationConfig
+from jaxspec.model.quantization.int4 import INT4
 from jaxspec.sharding.layout import Layout
 
 # What a mesh cuts: a config's field, and the axis of the layout that it counts.
@@ -155,7 +156,7 @@ SHAPES: dict[str, ModelPair] = {
             rope=_KIMI_ROPE,
             max_position_embeddings=262144,
             tie_word_embeddings=False,
-            quantization=QuantizationConfig("int4"),
+            quantization=QuantizationConfig(INT4),
         ),
         DFlashConfig(
             vocab_size=163840,

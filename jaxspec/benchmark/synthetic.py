@@ -40,7 +40,7 @@ def random_cache(module: Any, pages: int, page_size: int, mesh: Mesh, dtype: Any
 
 def _random_module(family_name: str, config: Any, mesh: Mesh, dtype: Any, key: jax.Array) -> Any:
     family = FAMILIES[family_name]
-    layout = family.layout_of(config, mesh.size)
+    layout, scheme = family.layout_of(config, mesh.size), family.scheme(config)
     made = itertools.count()
 
     def leaf(spec: WeightSpec) -> jax.Array:
@@ -49,9 +49,11 @@ def _random_module(family_name: str, config: Any, mesh: Mesh, dtype: Any, key: j
         mean, scale = (1.0, 0.1) if len(spec.shape) == 1 else (0.0, spec.shape[-1] ** -0.5)
         if spec.name.endswith("e_score_correction_bias"):
             mean, scale = 0.0, 0.01
-        elif spec.name.endswith("weight_scale"):  # of INT4, whose values deviate by 4.6
-            mean = config.hidden_size**-0.5 / 4.6
+        elif scheme.scales and spec.name.endswith(f".{scheme.scales}"):
+            mean = scheme.random_scale(config.hidden_size**-0.5)
             scale = 0.2 * mean
+        elif spec.dtype.itemsize == 1:  # A scheme's small floats, whose scales follow.
+            scale = 1.0
         sharding = NamedSharding(mesh, layout.spec(spec.axes))
         leaf_key = jax.random.fold_in(key, next(made))
         if spec.dtype == jnp.int32:
@@ -68,7 +70,8 @@ def _normal(key: jax.Array, shape: tuple[int, ...], dtype: Any, sharding: Any, m
 @functools.cache
 def _normal_program(shape: tuple[int, ...], dtype: Any, sharding: Any) -> Any:
     def make(key: jax.Array, mean: jax.Array, scale: jax.Array) -> jax.Array:
-        return (jax.random.normal(key, shape, dtype) * scale + mean).astype(dtype)
+        drawn = jax.random.normal(key, shape, dtype if dtype.itemsize > 1 else jnp.bfloat16)
+        return (drawn * scale + mean).astype(dtype)
 
     return jax.jit(make, out_shardings=sharding)
 

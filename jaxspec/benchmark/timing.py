@@ -22,6 +22,7 @@ from jaxspec.config import EngineConfig, SamplingParams, SpeculationConfig
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.memory import cache_bytes_per_token, weight_bytes
 from jaxspec.engine.scheduler import CALLS_AHEAD
+from jaxspec.sharding.arithmetic import cdiv
 
 REPEATS = 20  # of which the median is taken
 WARM_UP = 3
@@ -174,7 +175,7 @@ def make_engine(
         devices=mesh.size,
         slots=batch,
         batch_buckets=(batch,),
-        max_context=-(-(context + timing_tokens(speculation)) // EngineConfig.page_size) * EngineConfig.page_size,
+        max_context=cdiv(context + timing_tokens(speculation), EngineConfig.page_size) * EngineConfig.page_size,
         keep_prefixes=False,
     )
     return Engine(target, drafter, mesh=mesh, speculation=speculation, config=config, eos_token_ids=(), report=report)

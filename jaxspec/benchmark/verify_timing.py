@@ -21,6 +21,7 @@ from jaxspec.engine.programs import compiler_options
 from jaxspec.model.families.protocols import Target
 from jaxspec.model.layers.batch import ForwardBatch
 from jaxspec.model.layers.cache import PagedCache, write_rows
+from jaxspec.sharding.arithmetic import cdiv
 from jaxspec.sharding.compilation import REPLICATED, lower_on_mesh, replicate, specs_of
 
 PAGE_SIZE = 16
@@ -68,7 +69,7 @@ class VerifyBench:
     ):
         self._target, self._mesh, self._taps = target, mesh, taps
         self._weights = FlatModule(target)
-        pages = max(-(-(context + nodes + 1) // PAGE_SIZE) for nodes, context in cases)
+        pages = max(cdiv(context + nodes + 1, PAGE_SIZE) for nodes, context in cases)
         self._cache = random_cache(target, pages, PAGE_SIZE, mesh, target.embed_tokens.weight.dtype)
         self._table = np.random.default_rng(0).permutation(pages).astype(np.int32)[None]
         self._made = {case: self._inputs(*case) for case in cases}
@@ -113,7 +114,7 @@ class VerifyBench:
         batch = ForwardBatch(
             tokens=jnp.asarray(tokens[None], jnp.int32),
             positions=jnp.asarray((context + depths)[None]),
-            page_table=jnp.asarray(self._table[:, : -(-(context + nodes + 1) // PAGE_SIZE)]),
+            page_table=jnp.asarray(self._table[:, : cdiv(context + nodes + 1, PAGE_SIZE)]),
             context_length=jnp.array([context], jnp.int32),
             visibility=jnp.asarray(visibility[None]),
         )
@@ -148,6 +149,7 @@ def pass_bytes(target: Target, rows: int, context: int, distinct: Sequence[int])
     tied = "lm_head.weight" not in weights
     rest = sum(weights.values()) - experts - (0 if tied else weights["embed_tokens.weight"])
     layers = len(distinct)
-    one_expert = experts // (layers * target.config.n_routed_experts) if layers else 0
+    config: Any = target.config  # Of a family with experts, where there are layers of them.
+    one_expert = experts // (layers * config.n_routed_experts) if layers else 0
     vocab = target.config.vocab_size // target.layout.shares("vocab")
     return rest + sum(distinct) * one_expert + context * cache_bytes_per_token(target, None) + rows * vocab * 8

@@ -11,6 +11,7 @@ from flax import nnx
 
 from jaxspec.config import EngineConfig
 from jaxspec.model.families.dflash import DFlashDrafter
+from jaxspec.sharding.arithmetic import cdiv
 
 
 def cache_bytes_per_token(target: Any, drafter: Any) -> int:
@@ -53,7 +54,7 @@ def page_count(config: EngineConfig, context: int, target: Any, drafter: Any, me
       ValueError: with the numbers, where they do not fit, or not one request of `context` does.
     """
     tokens = config.cache_tokens or config.slots * context
-    pages = -(-tokens // config.page_size)
+    pages = cdiv(tokens, config.page_size)
     page_bytes = config.page_size * cache_bytes_per_token(target, drafter)
     free = available_bytes(mesh)
     if free is None:
@@ -61,7 +62,7 @@ def page_count(config: EngineConfig, context: int, target: Any, drafter: Any, me
     weights = sum(weight_bytes(target).values()) + (0 if drafter is None else sum(weight_bytes(drafter).values()))
     room = int(config.memory_fraction * (free + weights))
     fitting = pages_beside(room, weights, page_bytes)
-    if config.cache_tokens is None and fitting >= -(-context // config.page_size):
+    if config.cache_tokens is None and fitting >= cdiv(context, config.page_size):
         return min(pages, fitting)
     if pages > fitting:
         raise ValueError(

@@ -18,6 +18,7 @@ from jaxspec.engine.memory import cache_bytes_per_token, pages_beside
 from jaxspec.model.checkpoint.description import Description
 from jaxspec.model.families.config import check_drafter
 from jaxspec.model.layers.parameters import WeightSpec, declared
+from jaxspec.sharding.arithmetic import cdiv
 from jaxspec.sharding.layout import Layout, Placement
 
 # The name of a part → what, in a weight's name, puts it there; the first that fits.
@@ -105,7 +106,7 @@ class Plan:
 
     def shortfall(self, room: int, tokens: int) -> str | None:
         """Says, with the numbers, why weights and a cache of `tokens` do not fit into `room` bytes; None if they do."""
-        cache = -(-tokens // self.page_size) * self.page_size * self.cache_bytes_per_token
+        cache = cdiv(tokens, self.page_size) * self.page_size * self.cache_bytes_per_token
         needed = self.weight_bytes + cache
         if needed <= room:
             return None

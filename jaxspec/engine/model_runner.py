@@ -14,6 +14,7 @@ from jaxspec.engine.request import Request, RoundCounts
 from jaxspec.engine.scheduler import PromptPart
 from jaxspec.engine.token_log_probs import TokenLogProb, host_log_probs
 from jaxspec.model.layers.cache import PagedCache, empty_cache
+from jaxspec.sharding.arithmetic import cdiv
 from jaxspec.speculation.logits_processors import everything_allowed
 from jaxspec.speculation.prefill import PromptChunk
 from jaxspec.speculation.round import Batch, Caches, Carry, RoundResult
@@ -38,7 +39,7 @@ class CacheSize:
     def table_width(self, pages: int) -> int:
         """Pages of a table that holds so many, in a width that few programs are compiled for."""
         smallest = max(1, SMALLEST_CONTEXT // self.page_size)
-        return bucket(pages, -(-self.max_context // self.page_size), smallest)
+        return bucket(pages, cdiv(self.max_context, self.page_size), smallest)
 
 
 @dataclass(frozen=True)
@@ -168,7 +169,7 @@ class ModelRunner:
         tree = self.programs.draft(shape, self.carry, batch)
         verified = self.programs.verify(shape, self.carry, batch, tree)
         tokens, parents, valid = (np.asarray(x) for x in (tree.tokens, tree.parents, tree.valid))
-        words = -(-self._vocab // 32)
+        words = cdiv(self._vocab, 32)
         allowed = np.full((*tokens.shape, words), 2**32 - 1, np.uint32)
         for row, request in enumerate(requests):
             if request.matcher is not None:

@@ -10,6 +10,8 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from jaxspec.sharding.arithmetic import cdiv
+
 
 @dataclass(eq=False)
 class _Prefix:
@@ -50,7 +52,7 @@ class PageAllocator:
 
     def holding(self, tokens: int) -> int:
         """How many pages so many tokens need."""
-        return -(-tokens // self._page_size)
+        return cdiv(tokens, self._page_size)
 
     def take(self, count: int) -> list[int] | None:
         """`count` pages, or None (and nothing taken) where fewer are free; the longest unused prefixes give way."""

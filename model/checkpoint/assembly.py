@@ -1,7 +1,7 @@
 """How each weight is put together from the tensors of a published checkpoint, and the checks of what is there.
 
-A weight is a tensor as it lies there, a dequantised FP8 tensor, or the stack of all experts' tensors, which stay
-quantised. Every tensor of the source is accounted for before any weight is read.
+A weight is a tensor as it lies there, a dequantised one, or the stack of all experts' tensors, which stay quantised;
+the scheme of the checkpoint says which. Every tensor of the source is accounted for before any weight is read.
 """
 
 import re
@@ -12,14 +12,14 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.model.checkpoint.sources import Source
+from jaxspec.model.checkpoint.source import Source
 from jaxspec.model.families.registry import Family
 from jaxspec.model.layers.parameters import WeightSpec
-from jaxspec.model.quantization import fp8, int4
+from jaxspec.model.quantization.scheme import PublishedTensor, Scheme
+from jaxspec.sharding.arithmetic import cdiv
 from jaxspec.sharding.checkpoint.manifest import FLOAT_DTYPES, Slab
 
 BLOCK_BYTES = 32 * 2**20  # Rows are read and cast in blocks of about this size.
-FP8 = "float8_e4m3fn"
 _DERIVED = re.compile(r"rotary_emb\.inv_freq$")  # Buffers that follow from the config.
 
 
@@ -31,26 +31,20 @@ class Recipe:
       names: the source's tensors: one, or all experts' if the weight is a stack of them.
       places: of each of them in the source's order.
       stacked: whether it is one.
-      scale: the block scales of an FP8 tensor that is dequantised; empty for all others.
+      scheme: of the checkpoint.
+      scales: those of a tensor that is dequantised; empty for all others.
     """
 
     names: tuple[str, ...]
     places: tuple[int, ...]
     stacked: bool
-    scale: str = ""
+    scheme: Scheme
+    scales: str = ""
 
     @property
     def label(self) -> str:
         """What the source calls it, for people."""
         return f"{self.names[0]} to {self.names[-1]}" if self.stacked else self.names[0]
-
-
-@dataclass(frozen=True)
-class _Need:
-    """What a tensor of the source has to be."""
-
-    shape: tuple[int, ...]
-    dtypes: tuple[str, ...]
 
 
 def plan_recipes(
@@ -62,29 +56,24 @@ def plan_recipes(
       ValueError: in one line, naming the tensors that are missing, unknown, of another shape or dtype than they must
         be, or that contradict the quantisation.
     """
-    scheme = getattr(getattr(config, "quantization", None), "scheme", None)
+    scheme = family.scheme(config)
     places = {name: place for place, name in enumerate(source.tensors)}
     recipes: dict[str, Recipe] = {}
-    needs: dict[str, _Need] = {}
-    described: dict[str, list[int]] = {}  # What each `weight_shape` must say.
+    needs: dict[str, PublishedTensor] = {}
     for spec, pattern in zip(specs, _patterns(source, family, specs), strict=True):
-        stacked, dtype, scale = "{}" in pattern, str(spec.dtype), ""
+        stacked, dtype, scales = "{}" in pattern, str(spec.dtype), ""
         names = tuple(pattern.format(i) for i in range(spec.shape[0])) if stacked else (pattern,)
         shape = spec.shape[1:] if stacked else spec.shape
-        dtypes = (dtype,) if dtype not in FLOAT_DTYPES or spec.name.endswith(".weight_scale") else FLOAT_DTYPES
-        matrix = dtype in FLOAT_DTYPES and len(shape) == 2
-        if scheme == "fp8" and matrix and pattern in places and source.tensors[pattern].dtype == FP8:
-            scale, dtypes = f"{pattern}_scale_inv", (FP8,)
-            needs[scale] = _Need(fp8.scale_shape(shape), FLOAT_DTYPES)
-        needs |= dict.fromkeys(names, _Need(shape, dtypes))
-        if spec.name.endswith(".weight_packed"):
-            for name in names:
-                described[name.removesuffix("packed") + "shape"] = [shape[0], shape[1] * int4.PER_WORD]
-        recipes[spec.name] = Recipe(names, tuple(places.get(name, 0) for name in names), stacked, scale)
-    needs |= dict.fromkeys(described, _Need((2,), ("int32", "int64")))
-    problems = _mismatches(source, needs) or _misdescribed(source, described)
+        if pattern in places and dtype in FLOAT_DTYPES and len(shape) == 2:
+            found = source.tensors[pattern].dtype
+            scales = scheme.linear_scales(pattern, found)
+            dtype = found if scales else dtype
+        for name in names:
+            needs |= scheme.published(name, shape, dtype)
+        recipes[spec.name] = Recipe(names, tuple(places.get(name, 0) for name in names), stacked, scheme, scales)
+    problems = _mismatches(source, needs) or _misdescribed(source, needs)
     unmapped: list[str] = []
-    zero_points: list[str] = []
+    refused: dict[str, list[str]] = {}
     notes: list[str] = []
     reasons: dict[str, list[str]] = {}
     for name in sorted(places.keys() - needs.keys()):
@@ -94,12 +83,13 @@ def plan_recipes(
             notes.append(f"{name}: left out, tied to the embedding")
         elif (reason := family.left_out(config, name)) is not None:
             reasons.setdefault(reason, []).append(name)
+        elif (why := scheme.refusal(name)) is not None:
+            refused.setdefault(why, []).append(name)
         else:
-            (zero_points if name.endswith("zero_point") else unmapped).append(name)
+            unmapped.append(name)
     if unmapped:
         problems.append(f"unmapped {_listed(unmapped)}")
-    if zero_points:
-        problems.append(f"zero points, where weights are symmetric: {_listed(zero_points)}")
+    problems += [f"{why}: {_listed(names)}" for why, names in refused.items()]
     if problems:
         raise ValueError(f"{source.path}: tensors do not match its config: {'; '.join(problems)}")
     notes += [f"{len(names)} tensors from {names[0]} on: left out, {why}" for why, names in reasons.items()]
@@ -117,18 +107,22 @@ def read_slab(source: Source, recipe: Recipe, slab: Slab) -> np.ndarray:
         for expert in sorted(range(slab.start, slab.stop), key=lambda expert: recipe.places[expert]):
             _put(source, recipe.names[expert], source.read(recipe.names[expert]), out[expert - slab.start])
         return out
-    name, block = recipe.names[0], fp8.BLOCK[0]
-    scale = source.read(recipe.scale) if recipe.scale else None
-    step = max(1, BLOCK_BYTES // max(1, 4 * int(np.prod(slab.shape[1:]))))
-    step = -(-step // block) * block if recipe.scale else step
+    name, unit = recipe.names[0], recipe.scheme.outputs_per_scale if recipe.scales else 1
+    scales = source.read(recipe.scales) if recipe.scales else None
+    step = cdiv(max(1, BLOCK_BYTES // max(1, 4 * int(np.prod(slab.shape[1:])))), unit) * unit
     for start in range(slab.start, slab.stop, step):
         stop = min(start + step, slab.stop)
-        first = start - start % block if recipe.scale else start  # The block that a row belongs to begins there.
+        first = start - start % unit  # Rows that share scales are dequantised together.
         rows = source.read(name, first, stop)
-        if scale is not None:
-            rows = fp8.dequantise(rows, scale[first // block : -(-stop // block)], np.float32)[start - first :]
+        if scales is not None:
+            arrays = {_last(name): rows, _last(recipe.scales): scales[first // unit : cdiv(stop, unit)]}
+            rows = recipe.scheme.dequantise(arrays, np.float32)[start - first :]
         _put(source, name, rows, out[start - slab.start : stop - slab.start])
     return out
+
+
+def _last(name: str) -> str:
+    return name.rsplit(".", 1)[1]
 
 
 def _put(source: Source, name: str, read: np.ndarray, out: np.ndarray) -> None:
@@ -141,11 +135,7 @@ def _put(source: Source, name: str, read: np.ndarray, out: np.ndarray) -> None:
 
 
 def _is_finite(array: np.ndarray) -> bool:
-    if array.dtype == np.int32:
-        return True
-    if array.dtype == FP8:
-        return not ((array.view(np.uint8) & 0x7F) == 0x7F).any()
-    return bool(np.isfinite(array).all())
+    return array.dtype.kind in "iu" or bool(np.isfinite(array).all())
 
 
 def _patterns(source: Source, family: Family, specs: Sequence[WeightSpec]) -> list[str]:
@@ -154,7 +144,7 @@ def _patterns(source: Source, family: Family, specs: Sequence[WeightSpec]) -> li
     return list(max(ways, key=lambda names: sum(name.format(0) in source.tensors for name in names)))
 
 
-def _mismatches(source: Source, needs: Mapping[str, _Need]) -> list[str]:
+def _mismatches(source: Source, needs: Mapping[str, PublishedTensor]) -> list[str]:
     """What is missing, of another shape or of another dtype."""
     missing, misshapen, unreadable = [], [], []
     for name, need in needs.items():
@@ -170,12 +160,12 @@ def _mismatches(source: Source, needs: Mapping[str, _Need]) -> list[str]:
     return [f"{kind} {_listed(names)}" for kind, names in kinds.items() if names]
 
 
-def _misdescribed(source: Source, described: Mapping[str, list[int]]) -> list[str]:
-    """Which `weight_shape` says something else than the shape of the weight that is packed beside it."""
+def _misdescribed(source: Source, needs: Mapping[str, PublishedTensor]) -> list[str]:
+    """Which tensors that describe others say something else than what lies there."""
     wrong = []
-    for name, shape in described.items():
-        if (found := source.read(name).tolist()) != shape:
-            wrong.append(f"{name} (found {found}, expected {shape})")
+    for name, need in needs.items():
+        if need.values is not None and (found := source.read(name).tolist()) != list(need.values):
+            wrong.append(f"{name} (found {found}, expected {list(need.values)})")
     return [f"wrong {_listed(wrong)}"] if wrong else []
 
 

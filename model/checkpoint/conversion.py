@@ -15,9 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.model.checkpoint.assembly import Recipe, plan_recipes, read_slab
-from jaxspec.model.checkpoint.sources import Source
+from jaxspec.model.checkpoint.source import Source
 from jaxspec.model.families.registry import FAMILIES, Kind, family_of
 from jaxspec.model.layers.parameters import weight_specs
+from jaxspec.model.quantization.scheme import Scheme
 from jaxspec.model.text.tokenizer import Tokenizer
 from jaxspec.sharding.checkpoint.manifest import (
     FLOAT_DTYPES,
@@ -74,7 +75,7 @@ def plan_conversion(
     if kind is not None and kind != family.kind:
         raise ValueError(f"{source.path}: found a {family.kind} ({name}), expected a {kind}")
     config = family.read_config(source.config)
-    dtype = dtype or _own_dtype(source)
+    dtype = dtype or _own_dtype(source, family.scheme(config))
     if dtype not in FLOAT_DTYPES:
         raise ValueError(f"dtype: found {dtype!r}, expected one of {', '.join(FLOAT_DTYPES)}")
     specs = weight_specs(family.build(config, 1, jnp.dtype(dtype)))
@@ -174,11 +175,11 @@ def _check_tokenizer(source: Source, kind: Kind) -> None:
                 raise ValueError(f"{source.path}: {str(error).removeprefix(f'{folder}/')}") from error
 
 
-def _own_dtype(source: Source) -> str:
+def _own_dtype(source: Source, scheme: Scheme) -> str:
     """The dtype that most bytes of the source are kept in, quantised weights and their scales not counted."""
     sizes: Counter[str] = Counter()
     for name, tensor in source.tensors.items():
-        if tensor.dtype in FLOAT_DTYPES and not name.endswith(("weight_scale", "weight_scale_inv")):
+        if tensor.dtype in FLOAT_DTYPES and not (scheme.scales and name.endswith(f".{scheme.scales}")):
             sizes[tensor.dtype] += tensor.nbytes
     return sizes.most_common(1)[0][0] if sizes else "float32"
 

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxspec.model.checkpoint.loading import Checkpoint, open_checkpoint
+from jaxspec.model.families.config import read_dtype
 from jaxspec.model.families.registry import FAMILIES, Family, Kind, family_of
-from jaxspec.model.fields import Fields
-from jaxspec.sharding.checkpoint.manifest import FLOAT_DTYPES, MANIFEST
+from jaxspec.sharding.checkpoint.manifest import MANIFEST
 
 
 @dataclass(frozen=True)
@@ -59,17 +59,6 @@ def describe(folder: Path, kind: Kind) -> Description:
         name = family_of(raw)
         if FAMILIES[name].kind != kind:
             raise ValueError(f"found a {FAMILIES[name].kind} ({name}), expected a {kind}")
-        return Description(name, FAMILIES[name].read_config(raw), _dtype(raw))
+        return Description(name, FAMILIES[name].read_config(raw), read_dtype(raw))
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from error
-
-
-def _dtype(raw: dict[str, Any]) -> str:
-    """`dtype` (newer files) or `torch_dtype`, of the text model or of the whole file; bfloat16 where none is given."""
-    for fields in (Fields(Fields(raw).section("text_config")), Fields(raw)):
-        for key in ("dtype", "torch_dtype"):
-            if (value := fields.table.get(key)) is not None:
-                if value not in FLOAT_DTYPES:
-                    raise fields.wrong(key, f"one of {', '.join(FLOAT_DTYPES)}")
-                return value
-    return "bfloat16"

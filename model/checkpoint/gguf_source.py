@@ -13,9 +13,11 @@ from gguf import GGMLQuantizationType, GGUFReader
 from gguf.quants import dequantize
 
 from jaxspec.model.checkpoint.gguf_tokenizer import write_tokenizer
-from jaxspec.model.checkpoint.sources import SourceTensor, fingerprint
-from jaxspec.model.families.config import MAX_HEADS, MAX_LAYERS, MAX_POSITIONS, MAX_SIZE, RopeConfig
+from jaxspec.model.checkpoint.source import SourceTensor, fingerprint
+from jaxspec.model.families.config import MAX_HEADS, MAX_LAYERS, MAX_SIZE
+from jaxspec.model.families.rope_config import MAX_POSITIONS
 from jaxspec.model.fields import Fields
+from jaxspec.model.layers.rope import RopeConfig
 
 TENSOR_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -42,7 +44,7 @@ KEPT_DTYPES = {
 
 
 class GGUFSource:
-    """One GGUF file."""
+    """One GGUF file, read as a source."""
 
     def __init__(self, path: Path):
         self.path = path

@@ -9,10 +9,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import NamedSharding
 
-from jaxspec.model.families.config import DFlashConfig, ModelConfig, check_drafter
-from jaxspec.model.families.dflash import DFlashDrafter
-from jaxspec.model.families.kimi_config import KimiConfig
-from jaxspec.model.families.protocols import Target
+from jaxspec.model.families.config import DFlashConfig, TargetConfig, check_drafter
+from jaxspec.model.families.protocols import Drafter, Target
 from jaxspec.model.families.registry import FAMILIES, Family, Kind
 from jaxspec.model.layers.parameters import WeightSpec, fill, weight_specs
 from jaxspec.sharding.checkpoint.manifest import FLOAT_DTYPES, Manifest, Tensor, read_manifest
@@ -89,14 +87,12 @@ def load_target(
     return cast(Target, _load(open_checkpoint(path), "target", mesh, dtype, placement))
 
 
-def load_drafter(
-    path: str | Path, mesh: jax.sharding.Mesh, target_config: ModelConfig | KimiConfig, dtype: Any = None
-) -> DFlashDrafter:
+def load_drafter(path: str | Path, mesh: jax.sharding.Mesh, target_config: TargetConfig, dtype: Any = None) -> Drafter:
     """Loads a DFlash drafter made for the target of `target_config`; otherwise as `load_target`."""
     checkpoint = open_checkpoint(path)
     if isinstance(checkpoint.config, DFlashConfig):
         check_drafter(target_config, checkpoint.config)
-    return cast(DFlashDrafter, _load(checkpoint, "drafter", mesh, dtype, DEFAULT_PLACEMENT))
+    return cast(Drafter, _load(checkpoint, "drafter", mesh, dtype, DEFAULT_PLACEMENT))
 
 
 def _load(checkpoint: Checkpoint, kind: Kind, mesh: jax.sharding.Mesh, dtype: Any, placement: Placement) -> nnx.Module:

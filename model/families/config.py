@@ -6,15 +6,45 @@ implement is refused by name rather than ignored.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
+from jaxspec.model.families.rope_config import MAX_POSITIONS, read_rope
 from jaxspec.model.fields import Fields
-from jaxspec.model.layers.rope import MAX_POSITIONS, RopeConfig, read_rope
+from jaxspec.model.layers.rope import RopeConfig
+from jaxspec.sharding.checkpoint.manifest import FLOAT_DTYPES
 
 # Far beyond any published model; what exceeds them is a damaged file, and would take hours or overflow.
 MAX_SIZE, MAX_HEADS, MAX_LAYERS = 2**24, 2**12, 2**10
 MAX_BLOCK = 1025  # Rows of one drafter pass.
 TARGET_FAMILIES = {"LlamaForCausalLM": "llama", "Qwen3ForCausalLM": "qwen3"}
+
+
+class TargetConfig(Protocol):
+    """What is read of a target's config, whatever its family."""
+
+    @property
+    def family(self) -> str:
+        """The family's name in the registry."""
+
+    @property
+    def vocab_size(self) -> int:
+        """How many tokens there are."""
+
+    @property
+    def hidden_size(self) -> int:
+        """The width of the residual stream."""
+
+    @property
+    def num_hidden_layers(self) -> int:
+        """The number of decoder layers."""
+
+    @property
+    def max_position_embeddings(self) -> int:
+        """The number of positions that the model was made for."""
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The tokens that end an answer."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +188,7 @@ def default_target_layers(num_target_layers: int, count: int) -> tuple[int, ...]
     return tuple(round(1 + i * (num_target_layers - 4) / (count - 1)) for i in range(count))
 
 
-def check_drafter(target: Any, drafter: DFlashConfig) -> None:
+def check_drafter(target: TargetConfig, drafter: DFlashConfig) -> None:
     """Raises ValueError, naming the field, where `drafter` was not made for `target`."""
     for field, found, expected in (
         ("hidden_size", drafter.hidden_size, target.hidden_size),
@@ -185,6 +215,21 @@ def architecture(raw: Mapping[str, Any]) -> str:
     if not isinstance(names, list) or not isinstance(names[0], str):
         raise Fields(raw).wrong("architectures", "a list of names")
     return names[0]
+
+
+def read_dtype(raw: Mapping[str, Any]) -> str:
+    """`dtype` (newer files) or `torch_dtype`, of the text model or of the whole file; bfloat16 where none is given.
+
+    Raises:
+      ValueError: naming the field, for a dtype that weights are not read in.
+    """
+    for fields in (Fields(Fields(raw).section("text_config")), Fields(raw)):
+        for key in ("dtype", "torch_dtype"):
+            if (value := fields.table.get(key)) is not None:
+                if value not in FLOAT_DTYPES:
+                    raise fields.wrong(key, f"one of {', '.join(sorted(FLOAT_DTYPES))}")
+                return value
+    return "bfloat16"
 
 
 def _read_shape(fields: Fields) -> dict[str, Any]:

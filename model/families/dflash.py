@@ -5,6 +5,7 @@ into keys and values, and those are cached in pages beside the target's. A pass 
 over that context; slot k predicts the token k positions after the anchor.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -12,10 +13,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxspec.model.families.config import DFlashConfig
-from jaxspec.model.layers.attention import Attention, rotary_tables
+from jaxspec.model.layers.attention import Attention, AttentionConfig, rotary_tables
 from jaxspec.model.layers.basic import GatedMLP, Linear, RMSNorm
 from jaxspec.model.layers.batch import LayerRows
-from jaxspec.model.layers.cache import PagedCache, RowSpec, context_rows, key_value_rows
+from jaxspec.model.layers.cache import PagedCache, RowSpec, key_value_rows
+from jaxspec.model.layers.paged_attention import ContextRows, PagedContext
 from jaxspec.sharding.collectives import gather_over_devices
 from jaxspec.sharding.layout import Layout
 
@@ -26,13 +28,15 @@ class DFlashLayer(nnx.Module):
     def __init__(self, config: DFlashConfig, layout: Layout, dtype: Any):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         self.self_attn = Attention(
-            config.hidden_size,
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            config.head_dim,
+            AttentionConfig(
+                config.hidden_size,
+                config.num_attention_heads,
+                config.num_key_value_heads,
+                config.head_dim,
+                config.rms_norm_eps,
+            ),
             layout,
             dtype,
-            qk_norm_eps=config.rms_norm_eps,
         )
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, layout, dtype)
@@ -41,14 +45,13 @@ class DFlashLayer(nnx.Module):
         self,
         x: jax.Array,
         tables: tuple[jax.Array, jax.Array],
-        context: LayerRows,
-        context_mask: jax.Array,
+        context: PagedContext | ContextRows,
+        positions: jax.Array,
         visibility: jax.Array,
     ) -> jax.Array:
-        """One layer over block rows x [batch, rows, hidden]; masks as in `jaxspec.model.layers.attention.attend`."""
-        normed = self.input_layernorm(x)
-        rows = self.self_attn.keys_values(normed, tables)
-        x = x + self.self_attn.attend(self.self_attn.queries(normed, tables), context, context_mask, rows, visibility)
+        """One layer over block rows x [batch, rows, hidden]; see `jaxspec.model.layers.attention.Attention`."""
+        attended, _ = self.self_attn(self.input_layernorm(x), tables, context, positions, visibility)
+        x = x + attended
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -108,21 +111,27 @@ class DFlashDrafter(nnx.Module):
         Returns:
           [batch, block - 1, hidden] after the final norm, for the drafted slots.
         """
-        context = tuple(tuple(context_rows(pool, page_table) for pool in pools) for pools in cache)
-        return self.hidden_after(embedded, start, context)
+        windows = self.config.windows
+        contexts = [
+            PagedContext(pools, page_table, start, window) for pools, window in zip(cache, windows, strict=True)
+        ]
+        return self._over(embedded, start, contexts)
 
     def hidden_after(self, embedded: jax.Array, start: jax.Array, context: tuple[LayerRows, ...]) -> jax.Array:
         """`hidden` with the context at hand: for each layer the rows of positions 0, 1, …, [batch, rows, ...]."""
+        places = jnp.arange(context[0][0].shape[1])
+        windows = self.config.windows
+        contexts = [ContextRows(rows, places, start, window) for rows, window in zip(context, windows, strict=True)]
+        return self._over(embedded, start, contexts)
+
+    def _over(self, embedded: jax.Array, start: jax.Array, contexts: Sequence[PagedContext | ContextRows]) -> jax.Array:
+        """The pass of `hidden`, given each layer's context."""
         block = embedded.shape[1]
         x = embedded.astype(self.fc.weight.dtype) * self.config.input_embedding_scale
         positions = start[:, None] + jnp.arange(block)
         tables = self._tables(positions)
-        places = jnp.arange(context[0][0].shape[1])
-        for index, (layer, rows) in enumerate(zip(self.layers, context, strict=True)):
-            context_mask = (places < start[:, None])[:, None]  # [batch, 1, context]
-            if window := self.config.windows[index]:
-                context_mask = context_mask & (positions[..., None] - places < window)
-            x = layer(x, tables, rows, context_mask, self.visible_rows(index, block)[None])
+        for index, (layer, context) in enumerate(zip(self.layers, contexts, strict=True)):
+            x = layer(x, tables, context, positions, self.visible_rows(index, block)[None])
         return self.norm(x)[:, 1:]
 
     def scaled(self, logits: jax.Array) -> jax.Array:

@@ -7,14 +7,15 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxspec.model.families.kimi_config import KimiConfig
+from jaxspec.model.families.kimi_config import WRAPPER, KimiConfig
 from jaxspec.model.layers.attention import rotary_tables
 from jaxspec.model.layers.basic import Embedding, GatedMLP, RMSNorm
 from jaxspec.model.layers.batch import ForwardBatch, ForwardOutput, LayerRows
-from jaxspec.model.layers.cache import PagedCache, RowSpec, context_positions, context_rows
-from jaxspec.model.layers.mla import LatentAttention
-from jaxspec.model.layers.moe import MixtureOfExperts
-from jaxspec.model.quantization.config import WRAPPER
+from jaxspec.model.layers.cache import PagedCache, RowSpec
+from jaxspec.model.layers.experts import ExpertsConfig
+from jaxspec.model.layers.mla import LatentAttention, LatentAttentionConfig
+from jaxspec.model.layers.moe import MixtureOfExperts, RouterConfig
+from jaxspec.model.layers.paged_attention import PagedContext
 from jaxspec.sharding.layout import DEFAULT_PLACEMENT, Layout, Placement
 from jaxspec.sharding.vocab_shard import VocabShard
 
@@ -28,36 +29,29 @@ class DecoderLayer(nnx.Module):
 
     def __init__(self, config: KimiConfig, layer: int, layout: Layout, dtype: Any):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
-        self.self_attn = LatentAttention(config, layout, dtype)
+        self.self_attn = LatentAttention(attention_config(config), layout, dtype)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         self.mlp = (
             GatedMLP(config.hidden_size, config.intermediate_size, layout, dtype)
             if layer < config.first_k_dense_replace
-            else MixtureOfExperts(config, layout, dtype)
+            else MixtureOfExperts(router_config(config), experts_config(config), shared_units(config), layout, dtype)
         )
 
     def __call__(
         self,
         x: jax.Array,
         tables: tuple[jax.Array, jax.Array],
-        pool: jax.Array,
+        context: PagedContext,
         batch: ForwardBatch,
-        context_mask: jax.Array,
     ) -> tuple[jax.Array, LayerRows, jax.Array | None]:
         """x [batch, rows, hidden] → the new residual stream, this layer's new cache rows, and its chosen experts."""
-        normed = self.input_layernorm(x)
-        rows = self.self_attn.latent_rows(normed, tables)
-        # Behind the barrier, since the compiler would gather the contexts of all layers first and hold them all.
-        table, normed = jax.lax.optimization_barrier((batch.page_table, normed))
-        context = context_rows(pool, table)
-        x = x + self.self_attn.attend(
-            self.self_attn.queries(normed, tables), context, context_mask, rows, batch.visibility
-        )
+        attended, rows = self.self_attn(self.input_layernorm(x), tables, context, batch.positions, batch.visibility)
+        x = x + attended
         normed = self.post_attention_layernorm(x)
         if isinstance(self.mlp, GatedMLP):
-            return x + self.mlp(normed), (rows,), None
+            return x + self.mlp(normed), rows, None
         mixed, chosen = self.mlp(normed)
-        return x + mixed, (rows,), chosen
+        return x + mixed, rows, chosen
 
 
 class KimiForCausalLM(nnx.Module):
@@ -86,18 +80,19 @@ class KimiForCausalLM(nnx.Module):
     @property
     def cache_rows(self) -> tuple[tuple[RowSpec, ...], ...]:
         """What the cache holds for one token, layer by layer: its latent and its rotated key."""
-        return ((RowSpec((self.config.latent_row,), (None,)),),) * self.config.num_hidden_layers
+        row = RowSpec((attention_config(self.config).latent_row,), (None,))
+        return ((row,),) * self.config.num_hidden_layers
 
     def __call__(self, batch: ForwardBatch, cache: PagedCache, taps: tuple[int, ...]) -> ForwardOutput:
         """Runs every row of `batch`; `taps` are the 0-based layers whose outputs are returned."""
         batch.check()
         x = self.embed_tokens(batch.tokens)
         tables = rotary_tables(batch.positions, self.config.rope, self.config.qk_rope_head_dim)
-        places = context_positions(cache[0][0], batch.page_table.shape[1], self.layout.shares("page_rows"))
-        context_mask = places < batch.context_length[:, None, None]  # [batch, 1, context]
+        shares = self.layout.shares("page_rows")
         rows, outputs, chosen = [], [], []
-        for layer, (pool,) in zip(self.layers, cache, strict=True):
-            x, new, picks = layer(x, tables, pool, batch, context_mask)
+        for layer, pools in zip(self.layers, cache, strict=True):
+            context = PagedContext(pools, batch.page_table, batch.context_length, shares=shares)
+            x, new, picks = layer(x, tables, context, batch)
             rows.append(new)
             chosen += [] if picks is None else [picks]
             outputs.append(x)
@@ -112,6 +107,47 @@ class KimiForCausalLM(nnx.Module):
     def logits(self, hidden: jax.Array) -> jax.Array:
         """[..., hidden] after a final norm → float32 logits [..., vocab / devices] of this device's vocabulary rows."""
         return (self.embed_tokens if self.config.tie_word_embeddings else self.lm_head).logits(hidden)
+
+
+def attention_config(config: KimiConfig) -> LatentAttentionConfig:
+    """What its attention needs to know of a model."""
+    return LatentAttentionConfig(
+        hidden_size=config.hidden_size,
+        num_attention_heads=config.num_attention_heads,
+        q_lora_rank=config.q_lora_rank,
+        kv_lora_rank=config.kv_lora_rank,
+        qk_nope_head_dim=config.qk_nope_head_dim,
+        qk_rope_head_dim=config.qk_rope_head_dim,
+        v_head_dim=config.v_head_dim,
+        latent_norm_eps=config.latent_norm_eps,
+        rope_interleave=config.rope_interleave,
+        score_factor=config.rope.score_factor,
+    )
+
+
+def router_config(config: KimiConfig) -> RouterConfig:
+    """What its routers need to know of a model."""
+    return RouterConfig(
+        n_routed_experts=config.n_routed_experts,
+        hidden_size=config.hidden_size,
+        num_experts_per_tok=config.num_experts_per_tok,
+        n_group=config.n_group,
+        topk_group=config.topk_group,
+        norm_topk_prob=config.norm_topk_prob,
+        routed_scaling_factor=config.routed_scaling_factor,
+    )
+
+
+def experts_config(config: KimiConfig) -> ExpertsConfig:
+    """What its routed experts need to know of a model."""
+    return ExpertsConfig(
+        config.n_routed_experts, config.hidden_size, config.moe_intermediate_size, config.quantization.scheme
+    )
+
+
+def shared_units(config: KimiConfig) -> int:
+    """Inner units of the shared expert."""
+    return config.n_shared_experts * config.moe_intermediate_size
 
 
 def layout_of(config: KimiConfig, devices: int, placement: Placement = DEFAULT_PLACEMENT) -> Layout:
@@ -140,7 +176,7 @@ def layout_of(config: KimiConfig, devices: int, placement: Placement = DEFAULT_P
         (
             ("heads", config.num_attention_heads),
             ("mlp", config.intermediate_size),
-            ("shared_mlp", config.n_shared_experts * config.moe_intermediate_size),
+            ("shared_mlp", shared_units(config)),
             experts,
             ("vocab", config.vocab_size),
             *([("page_rows", placement.page_rows)] if placement.page_rows else []),

@@ -7,15 +7,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jaxspec.model.families.config import MAX_HEADS, MAX_LAYERS, MAX_SIZE, read_ends
+from jaxspec.model.families.config import MAX_HEADS, MAX_LAYERS, MAX_SIZE, read_dtype, read_ends
+from jaxspec.model.families.rope_config import MAX_POSITIONS, read_rope
 from jaxspec.model.fields import Fields
-from jaxspec.model.layers.rope import MAX_POSITIONS, RopeConfig, read_rope
-from jaxspec.model.quantization.config import BLOCK_SIZE, GROUP_SIZE, QuantizationConfig, read_quantization
+from jaxspec.model.layers.rope import RopeConfig
+from jaxspec.model.quantization.config import NOT_QUANTISED, QuantizationConfig, read_quantization
+from jaxspec.model.quantization.scheme import UNQUANTISED
+from jaxspec.sharding.arithmetic import cdiv
 
 KIMI_ARCHITECTURES = ("DeepseekV3ForCausalLM", "KimiK25ForConditionalGeneration", "Kimi_K25ForConditionalGeneration")
 MODEL_TYPES = ("kimi_k2", "kimi_k25", "deepseek_v3")
 MAX_EXPERTS = 2**14
-_DTYPES = ("bfloat16", "float16", "float32")
+WRAPPER = "language_model."  # What the wrapper with a vision tower puts before the text model's names.
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,7 @@ class KimiConfig:
       latent_norm_eps: of the norms over the two latents; transformers keeps 1e-6 whatever `rms_norm_eps` is.
       rope_interleave: whether rotated pairs are neighbours (2i, 2i + 1) in the weights, rather than halves apart.
       dtype: the checkpoint's own, of all that is not quantised.
-      quantization: of the published file; None where nothing is quantised.
+      quantization: of the published file.
       num_nextn_predict_layers: layers for multi-token prediction that the file has beyond the model's; not used.
     """
 
@@ -62,24 +65,13 @@ class KimiConfig:
     rope_interleave: bool = True
     eos_token_ids: tuple[int, ...] = ()
     dtype: str = "bfloat16"
-    quantization: QuantizationConfig | None = None
+    quantization: QuantizationConfig = NOT_QUANTISED
     num_nextn_predict_layers: int = 0
 
     @property
-    def expert_scheme(self) -> str | None:
-        """How routed experts stay quantised in memory: "int4", "fp8", or None."""
-        return None if self.quantization is None else self.quantization.scheme
-
-    @property
     def expert_units(self) -> int:
-        """Indivisible units of one expert's inner width: a scale's group or block of inner units, or single units."""
-        size = {"int4": GROUP_SIZE, "fp8": BLOCK_SIZE, None: 1}[self.expert_scheme]
-        return -(-self.moe_intermediate_size // size)
-
-    @property
-    def latent_row(self) -> int:
-        """Values that the cache holds for one token and layer."""
-        return self.kv_lora_rank + self.qk_rope_head_dim
+        """Indivisible units of one expert's inner width: those that share a scale, or single ones."""
+        return cdiv(self.moe_intermediate_size, self.quantization.scheme.unit)
 
 
 def read_kimi_config(raw: Mapping[str, Any]) -> KimiConfig:
@@ -142,7 +134,7 @@ def read_kimi_config(raw: Mapping[str, Any]) -> KimiConfig:
         latent_norm_eps=fields.real("latent_norm_eps", high=1.0, default=1e-6),
         rope_interleave=fields.flag("rope_interleave", True),
         eos_token_ids=read_ends(fields, vocab),
-        dtype=_read_dtype(root, fields),
+        dtype=read_dtype(raw),
         quantization=quantization,
         num_nextn_predict_layers=fields.integer("num_nextn_predict_layers", 0, MAX_LAYERS, 0),
     )
@@ -167,27 +159,16 @@ def _read_tie(root: Fields, fields: Fields) -> bool:
     return tied
 
 
-def _read_dtype(root: Fields, fields: Fields) -> str:
-    """`dtype` (newer files) or `torch_dtype`, of the text model or of the whole file."""
-    for table in (fields, root):
-        for key in ("dtype", "torch_dtype"):
-            if (value := table.table.get(key)) is not None:
-                if not isinstance(value, str) or value not in _DTYPES:
-                    raise table.wrong(key, f"one of {', '.join(_DTYPES)}")
-                return value
-    return "bfloat16"
-
-
 def _check_quantization(fields: Fields, config: KimiConfig) -> None:
     """Raises ValueError unless all routed experts are quantised in one way, in whole groups."""
-    if config.quantization is None:
+    scheme = config.quantization.scheme
+    if scheme == UNQUANTISED:
         return
     for layer in range(config.first_k_dense_replace, config.num_hidden_layers):
         for projection in ("gate_proj", "up_proj", "down_proj"):
             module = f"model.layers.{layer}.mlp.experts.0.{projection}"
-            if not config.quantization.quantizes(module):
+            if not config.quantization.quantizes(module, WRAPPER + module):
                 raise ValueError(f"config.json quantization_config: leaves {module} out, expected quantised experts")
-    if config.quantization.scheme == "int4":
-        for key in ("hidden_size", "moe_intermediate_size"):
-            if getattr(config, key) % GROUP_SIZE:
-                raise fields.wrong(key, f"a multiple of {GROUP_SIZE}, INT4's group")
+    for key in ("hidden_size", "moe_intermediate_size"):
+        if scheme.whole_units and getattr(config, key) % scheme.unit:
+            raise fields.wrong(key, f"a multiple of {scheme.unit}, {scheme.name.upper()}'s group")

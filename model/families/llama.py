@@ -7,10 +7,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxspec.model.families.config import ModelConfig
-from jaxspec.model.layers.attention import Attention, rotary_tables
+from jaxspec.model.layers.attention import Attention, AttentionConfig, rotary_tables
 from jaxspec.model.layers.basic import Embedding, GatedMLP, RMSNorm
 from jaxspec.model.layers.batch import ForwardBatch, ForwardOutput, LayerRows
-from jaxspec.model.layers.cache import PagedCache, RowSpec, context_rows, key_value_rows
+from jaxspec.model.layers.cache import PagedCache, RowSpec, key_value_rows
+from jaxspec.model.layers.paged_attention import PagedContext
 from jaxspec.sharding.layout import DEFAULT_PLACEMENT, Layout, Placement
 from jaxspec.sharding.vocab_shard import VocabShard
 
@@ -20,15 +21,7 @@ class DecoderLayer(nnx.Module):
 
     def __init__(self, config: ModelConfig, layout: Layout, dtype: Any):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
-        self.self_attn = Attention(
-            config.hidden_size,
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            config.head_dim,
-            layout,
-            dtype,
-            qk_norm_eps=config.rms_norm_eps if config.qk_norm else None,
-        )
+        self.self_attn = Attention(attention_config(config), layout, dtype)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, layout, dtype)
 
@@ -36,19 +29,12 @@ class DecoderLayer(nnx.Module):
         self,
         x: jax.Array,
         tables: tuple[jax.Array, jax.Array],
-        pools: tuple[jax.Array, ...],
+        context: PagedContext,
         batch: ForwardBatch,
-        context_mask: jax.Array,
     ) -> tuple[jax.Array, LayerRows]:
         """x [batch, rows, hidden] → the new residual stream and this layer's new cache rows."""
-        normed = self.input_layernorm(x)
-        rows = self.self_attn.keys_values(normed, tables)
-        # Behind the barrier, since the compiler would gather the contexts of all layers first and hold them all.
-        table, normed = jax.lax.optimization_barrier((batch.page_table, normed))
-        context = tuple(context_rows(pool, table) for pool in pools)
-        x = x + self.self_attn.attend(
-            self.self_attn.queries(normed, tables), context, context_mask, rows, batch.visibility
-        )
+        attended, rows = self.self_attn(self.input_layernorm(x), tables, context, batch.positions, batch.visibility)
+        x = x + attended
         return x + self.mlp(self.post_attention_layernorm(x)), rows
 
 
@@ -86,11 +72,9 @@ class LlamaForCausalLM(nnx.Module):
         batch.check()
         x = self.embed_tokens(batch.tokens)
         tables = rotary_tables(batch.positions, self.config.rope, self.config.head_dim)
-        context = batch.page_table.shape[1] * cache[0][0].shape[1]
-        context_mask = jnp.arange(context) < batch.context_length[:, None, None]  # [batch, 1, context]
         rows, outputs = [], []
         for layer, pools in zip(self.layers, cache, strict=True):
-            x, new = layer(x, tables, pools, batch, context_mask)
+            x, new = layer(x, tables, PagedContext(pools, batch.page_table, batch.context_length), batch)
             rows.append(new)
             outputs.append(x)
         tapped = jnp.concatenate([outputs[i] for i in taps], axis=-1) if taps else x[..., :0]
@@ -104,6 +88,17 @@ class LlamaForCausalLM(nnx.Module):
     def logits(self, hidden: jax.Array) -> jax.Array:
         """[..., hidden] after a final norm → float32 logits [..., vocab / devices] of this device's vocabulary rows."""
         return (self.embed_tokens if self.config.tie_word_embeddings else self.lm_head).logits(hidden)
+
+
+def attention_config(config: ModelConfig) -> AttentionConfig:
+    """What its attention needs to know of a model."""
+    return AttentionConfig(
+        config.hidden_size,
+        config.num_attention_heads,
+        config.num_key_value_heads,
+        config.head_dim,
+        config.rms_norm_eps if config.qk_norm else None,
+    )
 
 
 def layout_of(config: ModelConfig, devices: int, placement: Placement = DEFAULT_PLACEMENT) -> Layout:

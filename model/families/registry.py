@@ -12,6 +12,7 @@ from flax import nnx
 from jaxspec.model.families import dflash, kimi, llama
 from jaxspec.model.families.config import TARGET_FAMILIES, architecture, read_dflash_config, read_model_config
 from jaxspec.model.families.kimi_config import KIMI_ARCHITECTURES, read_kimi_config
+from jaxspec.model.quantization.scheme import UNQUANTISED, Scheme
 from jaxspec.sharding.layout import DEFAULT_PLACEMENT, Layout, Placement
 
 Kind = Literal["target", "drafter"]
@@ -28,6 +29,7 @@ class Family:
       layout_of: (config, devices, for targets also a placement) → what the mesh may split.
       source_names: our name of a weight → the names that published checkpoints give it; "{}" in a name stands for the
         number of an expert, of which ours stacks all.
+      scheme: config → how the published weights are quantised.
       left_out: (config, published name) → why a tensor is not a weight of the model; None if nothing says so.
     """
 
@@ -36,6 +38,7 @@ class Family:
     module: Callable[[Any, Layout, Any], nnx.Module]
     layout_of: Callable[..., Layout]
     source_names: Callable[[str], tuple[str, ...]]
+    scheme: Callable[[Any], Scheme] = lambda config: UNQUANTISED
     left_out: Callable[[Any, str], str | None] = lambda config, name: None
 
     def build(
@@ -67,6 +70,7 @@ FAMILIES: Mapping[str, Family] = {
         module=kimi.KimiForCausalLM,
         layout_of=kimi.layout_of,
         source_names=kimi.tensor_names,
+        scheme=lambda config: config.quantization.scheme,
         left_out=kimi.left_out,
     ),
     "dflash": Family(

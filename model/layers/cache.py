@@ -91,6 +91,8 @@ def context_positions(pool: jax.Array, width: int, shares: int = 1) -> jax.Array
     """
     local = pool.shape[1]
     rows = jnp.arange(width * local, dtype=jnp.int32)
+    if shares == 1:
+        return rows
     return rows // local * (local * shares) + device_index(shares > 1) * local + rows % local
 
 

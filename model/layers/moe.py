@@ -1,17 +1,35 @@
 """DeepSeek-V3's mixture of experts: a router, the experts that it chooses, and a shared one."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxspec.model.families.kimi_config import KimiConfig
 from jaxspec.model.layers.basic import GatedMLP
-from jaxspec.model.layers.experts import Experts
+from jaxspec.model.layers.experts import Experts, ExpertsConfig
 from jaxspec.model.layers.parameters import weight
 from jaxspec.sharding.collectives import sum_over_devices
 from jaxspec.sharding.layout import Layout
+
+
+@dataclass(frozen=True)
+class RouterConfig:
+    """How a row chooses its experts. Field names are those of transformers.
+
+    Attributes:
+      n_group, topk_group: experts are chosen within the best `topk_group` of `n_group` groups.
+      norm_topk_prob: whether the weights of a row's experts are made to add up to 1, before `routed_scaling_factor`.
+    """
+
+    n_routed_experts: int
+    hidden_size: int
+    num_experts_per_tok: int
+    n_group: int
+    topk_group: int
+    norm_topk_prob: bool
+    routed_scaling_factor: float
 
 
 class Router(nnx.Module):
@@ -20,7 +38,7 @@ class Router(nnx.Module):
     arXiv 2412.19437, section 2.1.2. Scores are float32 throughout.
     """
 
-    def __init__(self, config: KimiConfig, dtype: Any):
+    def __init__(self, config: RouterConfig, dtype: Any):
         self.config = config
         self.weight = weight((config.n_routed_experts, config.hidden_size), dtype, (None, None))
         self.e_score_correction_bias = weight((config.n_routed_experts,), jnp.float32, (None,))
@@ -53,13 +71,16 @@ class Router(nnx.Module):
 
 
 class MixtureOfExperts(nnx.Module):
-    """Routed experts and the shared one, whose partial sums travel together."""
+    """Routed experts and the shared one, whose partial sums travel together.
 
-    def __init__(self, config: KimiConfig, layout: Layout, dtype: Any):
-        self.gate = Router(config, dtype)
-        self.experts = Experts(config, layout, dtype)
-        inner = config.n_shared_experts * config.moe_intermediate_size
-        self.shared_experts = GatedMLP(config.hidden_size, inner, layout, dtype, axis="shared_mlp")
+    Args:
+      shared: inner units of the shared expert.
+    """
+
+    def __init__(self, router: RouterConfig, experts: ExpertsConfig, shared: int, layout: Layout, dtype: Any):
+        self.gate = Router(router, dtype)
+        self.experts = Experts(experts, layout, dtype)
+        self.shared_experts = GatedMLP(experts.hidden_size, shared, layout, dtype, axis="shared_mlp")
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """[batch, rows, hidden] → the same shape, equal on every device, and the chosen experts [batch, rows, k]."""

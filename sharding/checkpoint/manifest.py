@@ -17,6 +17,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from jaxspec.sharding.arithmetic import cdiv
+
 FORMAT_VERSION = 3
 MANIFEST = "jaxspec.json"
 FLOAT_DTYPES = ("float32", "bfloat16", "float16")
@@ -94,7 +96,7 @@ def partition(groups: Mapping[str, Sequence[Tensor]], max_part_bytes: int = MAX_
         filled: list[list[Slab]] = [[]]
         for tensor in tensors:
             length = tensor.shape[0]
-            count = -(-length // max(1, max_part_bytes * length // tensor.nbytes))
+            count = cdiv(length, max(1, max_part_bytes * length // tensor.nbytes))
             bounds = [length * i // count for i in range(count + 1)]
             for start, stop in pairwise(bounds):
                 slab = Slab(tensor, start, stop)

@@ -15,6 +15,7 @@ from jaxspec.model.families import kimi
 from jaxspec.model.families.kimi_config import KimiConfig, read_kimi_config
 from jaxspec.model.layers.parameters import WeightSpec, fill
 from jaxspec.model.quantization import int4
+from jaxspec.model.quantization.config import NOT_QUANTISED
 from jaxspec.sharding.layout import DEFAULT_PLACEMENT, Placement
 from jaxspec.sharding.mesh import make_mesh
 
@@ -153,7 +154,7 @@ def random_weight(name: str, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
 
 def twin_of(target: kimi.KimiForCausalLM) -> kimi.KimiForCausalLM:
     """The target with its INT4 experts dequantised: bf16(q · scale), as the format defines them."""
-    config = dataclasses.replace(target.config, quantization=None)
+    config = dataclasses.replace(target.config, quantization=NOT_QUANTISED)
 
     def of(name: str) -> np.ndarray:
         layer: Any = target

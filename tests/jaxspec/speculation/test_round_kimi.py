@@ -10,6 +10,7 @@ from jaxspec.engine.memory import cache_bytes_per_token
 from jaxspec.engine.memory_plan import placement_of
 from jaxspec.model.families.protocols import Target
 from jaxspec.model.families.registry import FAMILIES
+from jaxspec.model.quantization.scheme import UNQUANTISED
 from jaxspec.sharding.layout import Placement
 from tests.support.builders import DFLASH, GROUPED, Plan
 from tests.support.kimi_models import tiny_kimi, twin_of
@@ -67,7 +68,7 @@ def test_only_accepted_rows_are_written_and_they_are_plain_decodings(plain: Benc
 
 def test_int4_experts_answer_as_their_dequantised_twin(plain: Bench) -> None:
     twin = twin_of(plain.programs.target)
-    assert twin.config.quantization is None
+    assert twin.config.quantization.scheme == UNQUANTISED
     assert decoded_plainly(twin).answers() == plain.answers()
 
 

@@ -16,7 +16,8 @@ from safetensors.numpy import save_file
 from jaxspec.model.checkpoint.conversion import convert, plan_conversion
 from jaxspec.model.checkpoint.loading import load_target, open_checkpoint
 from jaxspec.model.checkpoint.sources import open_source
-from jaxspec.model.quantization import fp8, int4
+from jaxspec.model.quantization.config import SCHEMES
+from jaxspec.sharding.arithmetic import cdiv
 from jaxspec.sharding.checkpoint.manifest import read_manifest, seal
 from jaxspec.sharding.layout import Placement
 from jaxspec.sharding.mesh import make_mesh
@@ -105,7 +106,7 @@ def published(scheme: str | None) -> Tensors:
                 tensors[f"{name}_shape"] = np.array([outputs, inputs], np.int32)
             elif scheme == "fp8":
                 tensors[name] = rng.standard_normal((outputs, inputs)).astype(ml_dtypes.float8_e4m3fn)
-                tensors[f"{name}_scale_inv"] = rng.random((-(-outputs // 128), -(-inputs // 128))).astype(np.float32)
+                tensors[f"{name}_scale_inv"] = rng.random((cdiv(outputs, 128), cdiv(inputs, 128))).astype(np.float32)
             else:
                 tensors[name] = normal(outputs, inputs)
     return tensors
@@ -115,7 +116,7 @@ def write(folder: Path, tensors: Tensors, scheme: str | None, wrapper: bool, **s
     """A folder of two shards, the second layer alone in the second one; in the wrapper with vision tensors."""
     text: dict[str, Any] = TEXT | settings
     if scheme:
-        text["quantization_config"] = dict({"int4": int4.CONFIG, "fp8": fp8.CONFIG}[scheme])
+        text["quantization_config"] = dict(SCHEMES[scheme].section)
     config = text
     if wrapper:
         tensors = {f"language_model.{name}": array for name, array in tensors.items()}

@@ -12,6 +12,9 @@ from hypothesis import strategies as st
 from jaxspec.model.families import kimi
 from jaxspec.model.families.kimi_config import KimiConfig, read_kimi_config
 from jaxspec.model.families.registry import family_of
+from jaxspec.model.quantization.fp8 import FP8
+from jaxspec.model.quantization.int4 import INT4
+from jaxspec.model.quantization.scheme import UNQUANTISED
 from jaxspec.sharding.layout import Placement
 
 TEXT: dict[str, Any] = {
@@ -96,11 +99,11 @@ K2_6 = {
     "text_config": TEXT,
     "vision_config": {"patch_size": 14},
 }
-FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+FP8_SECTION = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 K2_INSTRUCT = {key: value for key, value in TEXT.items() if key not in ("dtype", "quantization_config")} | {
     "architectures": ["DeepseekV3ForCausalLM"],
     "torch_dtype": "bfloat16",
-    "quantization_config": FP8,
+    "quantization_config": FP8_SECTION,
     "rms_norm_eps": 1e-6,
     "eos_token_id": [163585, 163586],
 }
@@ -108,6 +111,10 @@ K2_INSTRUCT = {key: value for key, value in TEXT.items() if key not in ("dtype",
 
 def with_text(**changes: Any) -> dict[str, Any]:
     return K2_6 | {"text_config": TEXT | changes}
+
+
+def with_fp8(**changes: Any) -> dict[str, Any]:
+    return K2_INSTRUCT | {"quantization_config": FP8_SECTION | changes}
 
 
 def with_quantization(path: str, value: Any) -> dict[str, Any]:
@@ -125,10 +132,10 @@ def test_k2_6_is_read_from_its_text_config() -> None:
     config = read_kimi_config(K2_6)
     assert family_of(K2_6) == config.family == "kimi"
     assert (config.rms_norm_eps, config.latent_norm_eps, config.eos_token_ids) == (1e-5, 1e-6, (163586,))
-    assert (config.latent_row, config.expert_scheme, config.expert_units, config.dtype) == (576, "int4", 64, "bfloat16")
+    assert (config.quantization.scheme, config.expert_units, config.dtype) == (INT4, 64, "bfloat16")
+    assert kimi.attention_config(config).latent_row == 576
     assert config.rope.kind == "yarn"
     assert config.rope_interleave
-    assert config.quantization is not None
     quantized = [
         module
         for module in (
@@ -145,12 +152,12 @@ def test_k2_6_is_read_from_its_text_config() -> None:
 
 def test_k2_instruct_is_read_from_the_root() -> None:
     config = read_kimi_config(K2_INSTRUCT)
-    assert (config.expert_scheme, config.expert_units, config.eos_token_ids) == ("fp8", 16, (163585, 163586))
-    assert config.quantization is not None
+    assert (config.quantization.scheme, config.expert_units, config.eos_token_ids) == (FP8, 16, (163585, 163586))
     assert config.quantization.quantizes("model.layers.5.self_attn.o_proj")
     assert not config.quantization.quantizes("lm_head")
     plain = read_kimi_config({key: value for key, value in K2_INSTRUCT.items() if key != "quantization_config"})
-    assert (plain.quantization, plain.expert_scheme, plain.expert_units) == (None, None, 2048)
+    assert (plain.quantization.scheme, plain.expert_units) == (UNQUANTISED, 2048)
+    assert not plain.quantization.quantizes("model.layers.5.self_attn.o_proj")
 
 
 def test_newer_spellings_say_the_same() -> None:
@@ -208,10 +215,16 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (with_quantization(GROUP + "weights/actorder", "group"), "weights actorder: found 'group', expected none"),
     (with_quantization("ignore", ["re:("]), "ignore: found .* expected names or regular expressions"),
     (with_quantization("ignore", ["re:.*experts.*"]), r"leaves model\.layers\.1\.mlp\.experts\.0\.gate_proj out"),
-    (K2_INSTRUCT | {"quantization_config": FP8 | {"fmt": "e5m2"}}, "fmt: found 'e5m2', only 'e4m3' is supported"),
-    (K2_INSTRUCT | {"quantization_config": FP8 | {"weight_block_size": [64, 64]}}, "weight_block_size: found"),
-    (K2_INSTRUCT | {"quantization_config": FP8 | {"activation_scheme": "static"}}, "activation_scheme: found 'static'"),
-    (K2_INSTRUCT | {"quantization_config": FP8 | {"scale_fmt": "ue8m0"}}, "scale_fmt: found 'ue8m0'"),
+    (
+        K2_INSTRUCT | {"quantization_config": FP8_SECTION | {"fmt": "e5m2"}},
+        "fmt: found 'e5m2', only 'e4m3' is supported",
+    ),
+    (with_fp8(weight_block_size=[64, 64]), "weight_block_size: found"),
+    (
+        K2_INSTRUCT | {"quantization_config": FP8_SECTION | {"activation_scheme": "static"}},
+        "activation_scheme: found 'static'",
+    ),
+    (with_fp8(scale_fmt="ue8m0"), "scale_fmt: found 'ue8m0'"),
 ]
 
 

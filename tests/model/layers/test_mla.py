@@ -11,8 +11,8 @@ from jax.sharding import NamedSharding
 from jaxspec.model.families import kimi
 from jaxspec.model.families.kimi_config import KimiConfig, read_kimi_config
 from jaxspec.model.layers.attention import rotary_tables
-from jaxspec.model.layers.cache import context_positions
 from jaxspec.model.layers.mla import LatentAttention
+from jaxspec.model.layers.paged_attention import NewRows, PagedContext
 from jaxspec.model.layers.parameters import fill
 from jaxspec.sharding.collectives import device_index, gather_over_devices
 from jaxspec.sharding.layout import Placement
@@ -27,7 +27,7 @@ LENGTHS = np.array([0, 13, PAGES * PAGE], np.int32)  # no context, part of a pag
 def attention(config: KimiConfig, devices: int, placement: Placement) -> LatentAttention:
     layout, mesh = kimi.layout_of(config, devices, placement), make_mesh(devices)
     return fill(
-        lambda: LatentAttention(config, layout, jnp.float32),
+        lambda: LatentAttention(kimi.attention_config(config), layout, jnp.float32),
         lambda spec: jax.device_put(
             random_weight(spec.name, spec.shape, spec.dtype).astype(np.float32),
             NamedSharding(mesh, layout.spec(spec.axes)),
@@ -40,21 +40,20 @@ def run(form: str, config: KimiConfig, devices: int = 1, placement: Placement = 
     rng = np.random.default_rng(3)
     x = rng.standard_normal((BATCH, ROWS, config.hidden_size), np.float32)
     positions = LENGTHS[:, None] + np.arange(ROWS, dtype=np.int32)
-    pages = rng.standard_normal((BATCH, PAGES, PAGE, config.latent_row), np.float32)
+    pages = rng.standard_normal((BATCH, PAGES, PAGE, kimi.attention_config(config).latent_row), np.float32)
     visibility = np.tril(np.ones((ROWS, ROWS), bool))[None]
 
     def body(module: LatentAttention, x: jax.Array, pages: jax.Array) -> Any:
-        shares = devices if module.spread else 1
+        shares = devices if placement.page_rows else 1
         local = PAGE // shares
-        mine = jax.lax.dynamic_slice_in_dim(pages, device_index(module.spread) * local, local, axis=2)
-        places = context_positions(mine[0], PAGES, shares)
+        mine = jax.lax.dynamic_slice_in_dim(pages, device_index(shares > 1) * local, local, axis=2)
+        pool = mine.reshape(BATCH * PAGES, local, -1)
+        table = jnp.arange(BATCH * PAGES, dtype=jnp.int32).reshape(BATCH, PAGES)
         tables = rotary_tables(jnp.asarray(positions), config.rope, config.qk_rope_head_dim)
         mixed = getattr(module, form)(
             module.queries(x, tables),
-            mine.reshape(BATCH, PAGES * local, -1),
-            places < LENGTHS[:, None, None],
-            module.latent_rows(x, tables),
-            jnp.asarray(visibility),
+            PagedContext((pool,), table, jnp.asarray(LENGTHS), shares=shares),
+            NewRows((module.latent_rows(x, tables),), jnp.asarray(positions), jnp.asarray(visibility)),
         )
         return gather_over_devices(mixed, 2, module.split)
 

@@ -42,7 +42,7 @@ def reading(x: np.ndarray, weight: np.ndarray, bias: np.ndarray, config: Any) ->
 def test_the_router_chooses_and_weighs_as_it_reads(changes: dict[str, Any]) -> None:
     config = read_kimi_config(SIZES | {"n_routed_experts": 16} | changes)
     router = fill(
-        lambda: Router(config, jnp.float32),
+        lambda: Router(kimi.router_config(config), jnp.float32),
         lambda spec: jnp.asarray(random_weight(spec.name, spec.shape, spec.dtype), spec.dtype),
     )
     x = np.random.default_rng(0).standard_normal((50, config.hidden_size)).astype(np.float32)
@@ -62,7 +62,7 @@ def test_the_router_is_float32_whatever_the_activations_are() -> None:
     """A bfloat16 product would lose the small differences between these scores."""
     config = read_kimi_config(SIZES)
     router = fill(
-        lambda: Router(config, jnp.bfloat16),
+        lambda: Router(kimi.router_config(config), jnp.bfloat16),
         lambda spec: jnp.asarray(random_weight(spec.name, spec.shape, spec.dtype), spec.dtype),
     )
     x = jnp.asarray(np.random.default_rng(0).standard_normal((50, config.hidden_size)), jnp.bfloat16)
@@ -85,7 +85,9 @@ def test_devices_add_up_to_one(placement: Placement, inner: int) -> None:
     for devices in (1, 2):
         layout, mesh = kimi.layout_of(config, devices, placement), make_mesh(devices)
         module = fill(
-            lambda layout=layout: MixtureOfExperts(config, layout, jnp.float32),
+            lambda layout=layout: MixtureOfExperts(
+                kimi.router_config(config), kimi.experts_config(config), kimi.shared_units(config), layout, jnp.float32
+            ),
             lambda spec, layout=layout, mesh=mesh: jax.device_put(
                 random_weight(spec.name, spec.shape, spec.dtype).astype(spec.dtype),
                 NamedSharding(mesh, layout.spec(spec.axes)),

@@ -16,9 +16,10 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from jaxspec.model.families.config import read_dflash_config
+from jaxspec.model.families.rope_config import read_rope
 from jaxspec.model.fields import Fields
 from jaxspec.model.layers.attention import rotary_tables
-from jaxspec.model.layers.rope import RopeConfig, read_rope
+from jaxspec.model.layers.rope import RopeConfig
 
 K2_5 = RopeConfig(
     50000.0, "yarn", 64.0, original_max_position_embeddings=4096, beta_fast=32, beta_slow=1, mscale=1, mscale_all_dim=1

@@ -5,7 +5,6 @@ import functools
 import secrets
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 
@@ -20,6 +19,7 @@ from jaxspec.engine.request import Completion, EngineLoad, Request, RequestOutpu
 from jaxspec.engine.scheduler import Scheduler
 from jaxspec.model.families.config import check_drafter
 from jaxspec.model.families.dflash import DFlashDrafter
+from jaxspec.model.families.protocols import Drafter, Target
 from jaxspec.model.text.tokenizer import Tokenizer
 from jaxspec.speculation.drafting import MakeDrafting, dflash_drafting
 
@@ -45,8 +45,8 @@ class Engine:
 
     def __init__(
         self,
-        target: Any,
-        drafter: Any = None,
+        target: Target,
+        drafter: Drafter | None = None,
         *,
         mesh: jax.sharding.Mesh,
         speculation: SpeculationConfig | None = None,
@@ -138,7 +138,7 @@ class Engine:
     @property
     def depth(self) -> int:
         """L of the current setting; 0 when decoding plainly."""
-        if not self.speculation.budget:
+        if self.drafter is None or not self.speculation.budget:
             return 0
         return self.speculation.length(self.drafter.config.depth)
 

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import jax
 
@@ -12,6 +11,7 @@ from jaxspec.engine.memory import available_bytes, wanted_context
 from jaxspec.engine.memory_plan import placement_of, plan_models
 from jaxspec.model.checkpoint.description import describe_checkpoint
 from jaxspec.model.checkpoint.loading import load_drafter, load_target, open_checkpoint
+from jaxspec.model.families.protocols import Drafter, Target
 from jaxspec.model.text.tokenizer import Tokenizer
 from jaxspec.sharding.mesh import make_mesh
 
@@ -20,8 +20,8 @@ from jaxspec.sharding.mesh import make_mesh
 class LoadedModels:
     """A target and its drafter (or None), filled with arrays on `mesh`, and the target's tokenizer."""
 
-    target: Any
-    drafter: Any
+    target: Target
+    drafter: Drafter | None
     mesh: jax.sharding.Mesh
     tokenizer: Tokenizer
 
@@ -52,7 +52,7 @@ def load_models(
     report(f"loading target {target}")
     target_module = load_target(Path(target), mesh, placement=placement_of(config))
     tokenizer = Tokenizer.from_checkpoint(Path(target))
-    drafter_module = None
+    drafter_module: Drafter | None = None
     if drafter is not None:
         report(f"loading drafter {drafter}")
         drafter_module = load_drafter(Path(drafter), mesh, target_module.config)

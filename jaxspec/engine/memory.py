@@ -11,10 +11,11 @@ from flax import nnx
 
 from jaxspec.config import EngineConfig
 from jaxspec.model.families.dflash import DFlashDrafter
+from jaxspec.model.families.protocols import Drafter, Target
 from jaxspec.sharding.arithmetic import cdiv
 
 
-def cache_bytes_per_token(target: Any, drafter: Any) -> int:
+def cache_bytes_per_token(target: Target, drafter: Drafter | None) -> int:
     """Bytes that one token of context takes on one device, in the target's cache and the drafter's."""
     total = 0
     for module in (target, drafter):
@@ -36,7 +37,7 @@ def wanted_context(config: EngineConfig, limit: int) -> int:
     return wanted
 
 
-def max_context(config: EngineConfig, target: Any, drafter: Any) -> int:
+def max_context(config: EngineConfig, target: Target, drafter: Drafter | None) -> int:
     """Tokens that a request may reach; raises ValueError where more are wanted than the models know."""
     limit = target.config.max_position_embeddings
     if isinstance(drafter, DFlashDrafter):
@@ -44,7 +45,9 @@ def max_context(config: EngineConfig, target: Any, drafter: Any) -> int:
     return wanted_context(config, limit)
 
 
-def page_count(config: EngineConfig, context: int, target: Any, drafter: Any, mesh: jax.sharding.Mesh) -> int:
+def page_count(
+    config: EngineConfig, context: int, target: Target, drafter: Drafter | None, mesh: jax.sharding.Mesh
+) -> int:
     """Pages of the cache: as many as wanted, or, where the caller did not say how many, as many as fit.
 
     Args:

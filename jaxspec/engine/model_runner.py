@@ -13,6 +13,7 @@ from jaxspec.engine.programs import DecodeShape, PrefillShape, Programs
 from jaxspec.engine.request import Request, RoundCounts
 from jaxspec.engine.scheduler import PromptPart
 from jaxspec.engine.token_log_probs import TokenLogProb, host_log_probs
+from jaxspec.model.families.protocols import CachedModule
 from jaxspec.model.layers.cache import PagedCache, empty_cache
 from jaxspec.sharding.arithmetic import cdiv
 from jaxspec.speculation.logits_processors import everything_allowed
@@ -110,7 +111,7 @@ class ModelRunner:
         self._vocab = target.config.vocab_size
         dtype = programs.leaves[0].dtype
 
-        def pools(module: Any) -> PagedCache:
+        def pools(module: CachedModule | None) -> PagedCache:
             if module is None:
                 return ()
             return empty_cache(module.cache_rows, cache.pages, cache.page_size, module.layout, programs.mesh, dtype)

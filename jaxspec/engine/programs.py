@@ -13,6 +13,7 @@ import jax
 
 from jaxspec.config import SpeculationConfig
 from jaxspec.engine.modules import FlatModule
+from jaxspec.model.families.protocols import Drafter, Target
 from jaxspec.model.layers.batch import ForwardOutput
 from jaxspec.model.layers.cache import RowSpec
 from jaxspec.sharding.compilation import REPLICATED, compile_on_mesh, specs_of
@@ -87,8 +88,8 @@ class Programs:
     """
 
     mesh: jax.sharding.Mesh
-    target: Any
-    drafter: Any
+    target: Target
+    drafter: Drafter | None
     make_drafting: MakeDrafting
     report: Callable[[str], None] = lambda line: None
     compiled: dict[Hashable, Callable[..., Any]] = field(default_factory=dict)
@@ -188,7 +189,7 @@ class Programs:
         """One device's models, holding `leaves`."""
         count = len(self._target.leaves)
         target, drafter = self._target.holding(leaves[:count]), self._drafter.holding(leaves[count:])
-        if drafter is None:
+        if self.drafter is None:
             return Models(target, no_drafting())
         length = speculation.length(self.drafter.config.depth)
         return Models(target, self.make_drafting(drafter, target, length, speculation.top_k_cap))

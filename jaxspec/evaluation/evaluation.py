@@ -157,11 +157,12 @@ class Evaluation:
 
         # Plain decoding is timed without what a drafter costs even when it does not draft.
         self._plain, self._drafting = engine(None), engine(drafter)
+        self._depth = drafter.config.depth
 
     @property
     def depth(self) -> int:
         """L of the drafter."""
-        return self._drafting.drafter.config.depth
+        return self._depth
 
     def check(self, modes: Sequence[Mode]) -> None:
         """Raises ValueError, naming the field, for a mode that the models cannot run."""

@@ -199,13 +199,13 @@ def test_a_request_without_options_is_not_touched_by_those_of_its_slots_last_req
     made = engine(0, slots=1)
     prompts, params = requests()
     made.generate(prompts[:2], [replace(params[1], log_probs=None)] * 2)
-    # Sampling at the same level of work, so that the program reads the slot's adjustments.
+    # In the same sampling mode, so that the program reads what the slot holds for its processors.
     unchanged = replace(params[0], logit_bias=((0, 0.0),))
-    assert unchanged.adjusted
+    assert unchanged.processes_logits
     (mixed,) = made.generate(prompts[:1], [unchanged])
     (bare,) = made.generate(prompts[:1], [params[0]])
     assert mixed.tokens == bare.tokens == plain()[0].tokens
-    assert not made._adjusted_slots
+    assert np.asarray(made.runner.carry.slots.repetition).tolist() == [1.0]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,9 @@ from tokenizers import Tokenizer as Backend
 from typer.testing import CliRunner
 
 from jaxspec.evaluation import evaluation
-from jaxspec.evaluation.evaluation import Evaluation, Prompt, first_difference, modes, read_prompts, request_seed
+from jaxspec.evaluation.evaluation import Evaluation, first_difference
+from jaxspec.evaluation.modes import modes
+from jaxspec.evaluation.prompts import Prompt, read_prompts, request_seed
 from jaxspec.evaluation.report import RunFolder, markdown, statistics_of, summarise
 from jaxspec.model.text.tokenizer import Tokenizer
 from jaxspec.sharding.mesh import make_mesh

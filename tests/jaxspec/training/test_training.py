@@ -22,8 +22,8 @@ from jaxspec.training.export import export_drafter
 from jaxspec.training.loop import RunConfig, batch_order, read_checkpoint, steps_per_epoch, train
 from jaxspec.training.prompts import (
     Prompt,
+    file_prompts,
     invent_prompts,
-    read_prompts,
     read_written_prompts,
     reads_like_a_request,
     write_prompts,
@@ -452,20 +452,20 @@ def test_invented_prompts_read_like_requests_and_differ():
 def test_prompts_from_files_and_templates(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"turns": ["one", "two"]}\n\n{"turns": ["three"]}\n')
     (tmp_path / "b.txt").write_text("plain line\n")
-    assert [p.text for p in read_prompts(tmp_path / "a.jsonl")] == ["one", "three"]
-    assert read_prompts(tmp_path / "b.txt") == [Prompt("plain line", "b")]
+    assert [p.text for p in file_prompts(tmp_path / "a.jsonl")] == ["one", "three"]
+    assert file_prompts(tmp_path / "b.txt") == [Prompt("plain line", "b")]
     # Unicode's own line ends end no line: neither in a file nor in what is written of it.
     odd = [f"one{end}two" for end in "\u2028\u2029\u0085\x0b\x0c\x1c"]
     (tmp_path / "d.txt").write_text("\n".join(odd), encoding="utf-8")
     (tmp_path / "d.jsonl").write_text("\n".join(json.dumps({"turns": [t]}, ensure_ascii=False) for t in odd), "utf-8")
     for name in ("d.txt", "d.jsonl"):
-        found = read_prompts(tmp_path / name)
+        found = file_prompts(tmp_path / name)
         assert found == [Prompt(text, "d") for text in odd]
         write_prompts(tmp_path / "written.jsonl", found)
         assert read_written_prompts(tmp_path / "written.jsonl") == found
     (tmp_path / "c.jsonl").write_text('{"question": "?"}\n')
     with pytest.raises(ValueError, match=r"c\.jsonl line 1"):
-        read_prompts(tmp_path / "c.jsonl")
+        file_prompts(tmp_path / "c.jsonl")
     prompts = template_prompts(1200, 0)
     assert len({p.text for p in prompts}) == len(prompts) >= 1150
     assert {p.source for p in prompts} == {f"template-{kind}" for kind in ("chat", "explain", "code", "arithmetic")}

@@ -110,9 +110,12 @@ def train_command(
     from jaxspec.model.text.tokenizer import Tokenizer
     from jaxspec.sharding.mesh import make_mesh
     from jaxspec.training.answers import AnswerConfig, claim_answers, read_answers, split_examples, write_answers
+    from jaxspec.training.batches import steps_per_epoch
+    from jaxspec.training.checkpoint import CHECKPOINT, check_checkpoint, read_checkpoint
     from jaxspec.training.export import export_drafter
-    from jaxspec.training.loop import CHECKPOINT, RunConfig, check_checkpoint, read_checkpoint, steps_per_epoch, train
+    from jaxspec.training.loop import train
     from jaxspec.training.prompts import Prompt, read_written_prompts
+    from jaxspec.training.run_config import RunConfig
 
     start_up = StartUp()
     with bad_input():

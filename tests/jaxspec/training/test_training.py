@@ -18,8 +18,18 @@ from jaxspec.model.layers.basic import product
 from jaxspec.model.layers.cache import write_rows
 from jaxspec.model.layers.parameters import fill, weight_specs
 from jaxspec.training.answers import AnswerConfig, Examples, read_answers, split_examples, write_answers
+from jaxspec.training.batches import batch_order, steps_per_epoch
+from jaxspec.training.checkpoint import read_checkpoint
 from jaxspec.training.export import export_drafter
-from jaxspec.training.loop import RunConfig, batch_order, read_checkpoint, steps_per_epoch, train
+from jaxspec.training.loop import train
+from jaxspec.training.loss import (
+    TrainingBatch,
+    block_hidden,
+    decay_weights,
+    drafter_loss,
+    sample_anchors,
+    tapped_features,
+)
 from jaxspec.training.prompts import (
     Prompt,
     file_prompts,
@@ -28,19 +38,9 @@ from jaxspec.training.prompts import (
     reads_like_a_request,
     write_prompts,
 )
-from jaxspec.training.step import (
-    OptimiserConfig,
-    Trainer,
-    TrainingBatch,
-    block_hidden,
-    build_drafter,
-    decay_weights,
-    drafter_loss,
-    initial_parameters,
-    sample_anchors,
-    tapped_features,
-)
+from jaxspec.training.run_config import RunConfig
 from jaxspec.training.templates import template_prompts
+from jaxspec.training.trainer import OptimiserConfig, Trainer, build_drafter, initial_parameters
 
 TARGET = ModelConfig("llama", 61, 24, 32, 5, 3, 1, 8, 1e-5, RopeConfig(1e4), 256, False, False, (2,))
 FULL = DFlashConfig(

@@ -100,7 +100,7 @@ class Evaluation:
 
     @property
     def depth(self) -> int:
-        """L of the drafter."""
+        """The drafter's L, the tokens that it drafts in one pass."""
         return self._depth
 
     def check(self, modes: Sequence[Mode]) -> None:
@@ -126,7 +126,7 @@ class Evaluation:
                     yield self._decode(mode, temperature, requests, reference, progress)
 
     def _plain_pass(self, mode: Mode, temperature: float, progress: Progress) -> tuple[list[Request], Pass]:
-        """Turn after turn, since a turn's prompt holds the answers to those before it."""
+        """Decodes turn after turn, since a turn's prompt holds the answers to those before it."""
         talks: list[tuple[Prompt, list[dict[str, str]]]] = [(prompt, []) for prompt in self._prompts]
         requests, records, left_out, clock = [], [], [], DecodeClock(self._plain)
         for turn in range(max(len(prompt.turns) for prompt in self._prompts)):
@@ -169,10 +169,11 @@ class Evaluation:
     def _run(
         self, clock: DecodeClock, mode: Mode, temperature: float, requests: list[Request], progress: Progress
     ) -> list[Completion]:
-        """The answers to the requests, in their order, by the engine that the clock times."""
+        """Answers the requests with the engine that the clock times, and returns the answers in their order."""
         engine = clock.engine
         engine.speculation = mode.speculation
-        order = sorted(range(len(requests)), key=lambda index: len(requests[index].tokens))  # alike ones together
+        # Requests of one length run side by side.
+        order = sorted(range(len(requests)), key=lambda index: len(requests[index].tokens))
         index_of: dict[int, int] = {}
         outputs: dict[int, list[RequestOutput]] = {}
         for index in order:
@@ -213,14 +214,14 @@ class Evaluation:
         }
 
     def _encode(self, talk: list[dict[str, str]]) -> list[int]:
-        """Ids of a conversation; ValueError where they leave no room for an answer, or the template refuses it."""
+        """Encodes a conversation; ValueError where it leaves no room for an answer, or the template refuses it."""
         tokens = self._tokenizer.encode_chat(talk)
         if len(tokens) >= self._limit:
             raise ValueError(f"found {len(tokens)} tokens, expected at most {self._limit - 1} (context limit)")
         return tokens
 
     def _cache_tokens(self, batch: int) -> int:
-        """A size in which the longest conversations run side by side; refuses a first turn that cannot be asked.
+        """Gives a size in which the longest conversations run side by side; refuses a first turn that cannot be asked.
 
         How long a conversation grows is an estimate: an answer read back as text may take more tokens than were
         generated. Where that matters the cache also holds any one request that the models do, whatever its length.

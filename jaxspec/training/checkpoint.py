@@ -35,7 +35,7 @@ def check_checkpoint(folder: Path, drafter: DFlashConfig, run: RunConfig, exampl
 
 
 def read_checkpoint(path: Path) -> tuple[Parameters, int]:
-    """The drafter's float32 weights in a checkpoint of `train`, and the steps that they have taken."""
+    """Reads the drafter's float32 weights in a checkpoint of `train`, and the steps that they have taken."""
     with safe_open(path, framework="numpy") as file:
         prefix, suffix = ".parameters['", "']"
         names = [key for key in file.keys() if key.startswith(prefix)]  # noqa: SIM118
@@ -51,7 +51,7 @@ def save_checkpoint(path: Path, state: TrainingState, purpose: str) -> None:
 
 
 def load_checkpoint(path: Path, like: TrainingState) -> TrainingState:
-    """The state in a checkpoint; `like` has its structure."""
+    """Reads the state in a checkpoint; `like` has its structure."""
     leaves = load_file(path)
     return jax.tree_util.tree_map_with_path(lambda key, _: jnp.asarray(leaves[jax.tree_util.keystr(key)]), like)
 

@@ -156,8 +156,8 @@ def drafter_loss(
     places = anchors[..., None] + 1 + jnp.arange(depth)  # [batch, anchors, depth]
 
     def at_places(array: jax.Array, fill_value: Any) -> jax.Array:
-        rows = jnp.arange(array.shape[0])[:, None, None]
-        return array.at[rows, places].get(mode="fill", fill_value=fill_value)
+        sequences = jnp.arange(array.shape[0])[:, None, None]
+        return array.at[sequences, places].get(mode="fill", fill_value=fill_value)
 
     labels = at_places(batch.tokens, 0)
     counted = at_places(batch.answer, False) & chosen[..., None]
@@ -181,8 +181,8 @@ def _head_tally(
 
     @jax.checkpoint
     def add_chunk(total: Tally, inputs: tuple[jax.Array, ...]) -> tuple[Tally, None]:
-        rows, label, known = inputs
-        logits = drafter.scaled(target.logits(rows))  # float32 [chunk, depth, vocab]
+        hidden, label, known = inputs
+        logits = drafter.scaled(target.logits(hidden))  # float32 [chunk, depth, vocab]
         entropy = jax.nn.logsumexp(logits, axis=-1) - jnp.take_along_axis(logits, label[..., None], axis=-1)[..., 0]
         weights = known * decay
         right = (jnp.argmax(logits, axis=-1) == label) & known

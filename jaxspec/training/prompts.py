@@ -23,7 +23,7 @@ class Prompt:
 
 
 def file_prompts(path: Path) -> list[Prompt]:
-    """The prompts of a file: JSON lines with the conversation in "turns" (the first is taken), or one prompt a line.
+    """Reads the prompts of a file: JSON lines with the conversation in "turns" (the first is taken), or one prompt a line.
 
     Raises:
       ValueError: naming file and line, for one that is not UTF-8 or, in a `.jsonl` file, holds no conversation.
@@ -40,7 +40,7 @@ def write_prompts(path: Path, prompts: Iterable[Prompt]) -> None:
 
 
 def read_written_prompts(path: Path) -> list[Prompt]:
-    """What `write_prompts` wrote.
+    """Reads what `write_prompts` wrote.
 
     Raises:
       ValueError: naming the file, where it is missing, empty or something else.

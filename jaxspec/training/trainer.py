@@ -47,7 +47,7 @@ class TrainingState:
 
 
 def initial_parameters(config: DFlashConfig, seed: int) -> Parameters:
-    """Weights to start from, float32: matrices normal with deviation 0.02, norms 1."""
+    """Draws the weights to start from, float32: matrices normal with deviation 0.02, norms 1."""
     specs = weight_specs(lambda: DFlashDrafter(config, layout_of(config, 1), jnp.float32))
     key = jax.random.key(seed)
     return {
@@ -59,13 +59,13 @@ def initial_parameters(config: DFlashConfig, seed: int) -> Parameters:
 
 
 def build_drafter(config: DFlashConfig, parameters: Parameters, dtype: Any) -> DFlashDrafter:
-    """The drafter with these weights, rounded to `dtype`."""
+    """Builds the drafter with these weights, rounded to `dtype`."""
     build = lambda: DFlashDrafter(config, layout_of(config, 1), dtype)  # noqa: E731
     return fill(build, lambda spec: parameters[spec.name].astype(dtype))
 
 
 def make_optimiser(config: OptimiserConfig) -> optax.GradientTransformation:
-    """AdamW behind a clip of the gradient's norm."""
+    """Makes AdamW behind a clip of the gradient's norm."""
     schedule = optax.warmup_cosine_decay_schedule(
         0.0, config.learning_rate, max(1, round(config.warm_up * config.steps)), max(2, config.steps)
     )
@@ -105,7 +105,7 @@ class Trainer:
         return TrainingState(parameters, self._optimiser.init(parameters), jnp.int32(0))
 
     def step(self, state: TrainingState, batch: TrainingBatch) -> tuple[TrainingState, Tally]:
-        """One optimiser step; `state` is donated. Returns at once, before the device has run it."""
+        """Takes one optimiser step; `state` is donated. Returns at once, before the device has run it."""
         return self._step(state, self._target.leaves, batch)
 
     def evaluate(self, parameters: Parameters, batch: TrainingBatch) -> Tally:

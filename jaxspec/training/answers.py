@@ -167,10 +167,8 @@ def read_answers(folder: Path) -> Examples:
     chunks = []
     for path in paths:
         try:
-            with (
-                path.open("rb") as opened,
-                np.load(opened) as file,
-            ):
+            # By itself np.load leaves a file open that it cannot read.
+            with path.open("rb") as opened, np.load(opened) as file:
                 chunks.append({name: file[name] for name in CHUNK_FIELDS})
         except (ValueError, OSError, EOFError, KeyError, zipfile.BadZipFile):
             raise ValueError(f"{path}: not a readable file of answers; remove it and run the stage 'answers'") from None

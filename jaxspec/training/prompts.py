@@ -23,7 +23,7 @@ class Prompt:
 
 
 def file_prompts(path: Path) -> list[Prompt]:
-    """Reads the prompts of a file: JSON lines with the conversation in "turns" (the first is taken), or one prompt a line.
+    """Reads the prompts of a file: JSON lines with "turns", of which the first is taken, or one prompt a line.
 
     Raises:
       ValueError: naming file and line, for one that is not UTF-8 or, in a `.jsonl` file, holds no conversation.

@@ -172,7 +172,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _read_entry(entry: Mapping[str, Any]) -> list[tuple[str, Slab, str]]:
-    """Reads what each slab of a tensor is, in which part, and its digest; raises ValueError unless they tile it in order."""
+    """Reads (part, slab, digest) for each slab of a tensor; raises ValueError unless they tile it in order."""
     name, shape, dtype = entry["name"], entry["shape"], entry["dtype"]
     if not isinstance(name, str) or not name:
         raise ValueError(f"tensor: found the name {name!r}, expected text")

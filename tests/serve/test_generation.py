@@ -12,8 +12,9 @@ from google.rpc import error_details_pb2
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 from grpc_status import rpc_status
 
-from jaxspec.config import EngineConfig, Grammar, SamplingParams
+from jaxspec.config import EngineConfig, SamplingParams
 from jaxspec.engine.engine import Engine
+from jaxspec.engine.grammar import Grammar
 from jaxspec.v1 import admin_pb2, admin_pb2_grpc, generation_pb2_grpc, model_pb2, model_pb2_grpc
 from jaxspec.v1 import generation_pb2 as pb
 from tests.support.server_process import CONTEXT, ServerProcess, tiny_models

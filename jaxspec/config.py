@@ -5,13 +5,12 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any, Literal
 
-from jaxspec.engine.grammar import Grammar
-
 MAX_BUDGET = 1024
 MAX_SLOTS = 256
 MAX_STOP_IDS = 16
 MAX_BIASES = 300
 MAX_TOP_LOG_PROBS = 20
+GRAMMAR_KINDS = ("json_schema", "regex", "lark")
 
 
 def _check(settings: Any, field: str, low: float, high: float, kind: type = Integral) -> None:
@@ -115,6 +114,25 @@ class EngineConfig:
         if self.batch_buckets is not None:
             return self.batch_buckets
         return (*(size for size in (1, 4, 16, 64) if size < self.slots), self.slots)
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """What an answer must look like.
+
+    Attributes:
+      kind: "json_schema", "regex" or "lark" (llguidance's dialect of it).
+      source: the schema as JSON text, the expression, or the grammar.
+    """
+
+    kind: str
+    source: str
+
+    def __post_init__(self) -> None:
+        if self.kind not in GRAMMAR_KINDS:
+            raise ValueError(f"Grammar.kind: found {self.kind!r}, expected one of {', '.join(GRAMMAR_KINDS)}")
+        if not isinstance(self.source, str) or not self.source:
+            raise ValueError(f"Grammar.source: found {self.source!r}, expected the text of a {self.kind}")
 
 
 @dataclass(frozen=True)

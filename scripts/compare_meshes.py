@@ -44,12 +44,15 @@ def main(
     def random(mesh: jax.sharding.Mesh) -> tuple[Any, Any]:
         shape = SHAPES["qwen3-8b"]
         cut = dataclasses.replace(shape.target, num_hidden_layers=layers)
-        taps = dataclasses.replace(
-            shape.drafter, num_target_layers=layers, num_hidden_layers=2, target_layer_ids=(0, 1)
+        drafter = dataclasses.replace(
+            shape.drafter,
+            num_hidden_layers=2,
+            num_target_layers=layers,
+            target_layer_ids=(0, 1),
+            windows=(0, 0),
+            causal=(False, False),
         )
-        return random_models(
-            ModelPair(cut, dataclasses.replace(taps, windows=(0, 0), causal=(False,) * 2)), mesh, jnp.float32
-        )
+        return random_models(ModelPair(cut, drafter), mesh, jnp.float32)
 
     differing = 0
     for name, models in (("converted", converted), ("random", random)):

@@ -6,6 +6,7 @@ from typing import Any
 
 from jaxspec.model.families.config import DFlashConfig, ModelConfig, default_target_layers
 from jaxspec.model.families.kimi_config import KimiConfig
+from jaxspec.model.families.new_drafter import drafter_for
 from jaxspec.model.families.registry import FAMILIES
 from jaxspec.model.layers.rope import RopeConfig
 from jaxspec.model.quantization.config import QuantizationConfig
@@ -72,21 +73,10 @@ class ModelPair:
 
 
 def pair_of(target: ModelConfig, layers: int, block_size: int) -> ModelPair:
-    """A target and a drafter of the target's own width, heads and MLP."""
-    shared = {field.name for field in dataclasses.fields(DFlashConfig)} & {
-        field.name for field in dataclasses.fields(ModelConfig)
-    }
-    drafter = DFlashConfig(
-        **{name: getattr(target, name) for name in shared - {"num_hidden_layers"}},
-        num_hidden_layers=layers,
-        block_size=block_size,
-        mask_token_id=target.vocab_size - 1,
-        num_target_layers=target.num_hidden_layers,
-        target_layer_ids=(),
-        windows=(),
-        causal=(),
-    )
-    return ModelPair(target, drafter).with_drafter(layers, block_size)
+    """A target and a drafter of the target's own width, heads and MLP, which taps a layer for each of its own."""
+    mask_token_id = target.vocab_size - 1
+    drafter = drafter_for(target, layers=layers, taps=layers, block_size=block_size, mask_token_id=mask_token_id)
+    return ModelPair(target, drafter)
 
 
 _KIMI_ROPE = RopeConfig(50000.0, "yarn", 64.0, original_max_position_embeddings=4096, mscale=1.0, mscale_all_dim=1.0)

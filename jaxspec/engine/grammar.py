@@ -5,52 +5,33 @@ device gets one mask a row, so a node that its parent's mask forbids is never ac
 """
 
 import threading
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import llguidance
 import numpy as np
 from llguidance.numpy import fill_next_token_bitmask
 
+from jaxspec.config import Grammar
 from jaxspec.engine.grammar_sandbox import COMPILERS, on_deep_stack, try_out
 from jaxspec.model.text.tokenizer import Tokenizer
+from jaxspec.sharding.arithmetic import cdiv
 
-KEPT = 64  # compiled grammars, for requests to come
+KEPT = 64  # Compiled grammars that are kept for requests to come.
 
 
-@dataclass(frozen=True)
-class Grammar:
-    """What an answer must look like.
+def llguidance_form(grammar: Grammar) -> str:
+    """A grammar as llguidance reads it.
 
-    Attributes:
-      kind: "json_schema", "regex" or "lark" (llguidance's dialect of it).
-      source: the schema as JSON text, the expression, or the grammar.
+    Raises:
+      ValueError: the source is not what its kind says.
     """
-
-    kind: str
-    source: str
-
-    def __post_init__(self) -> None:
-        if self.kind not in COMPILERS:
-            raise ValueError(f"Grammar.kind: found {self.kind!r}, expected one of {', '.join(COMPILERS)}")
-        if not isinstance(self.source, str) or not self.source:
-            raise ValueError(f"Grammar.source: found {self.source!r}, expected the text of a {self.kind}")
-
-    @cached_property
-    def compiled(self) -> str:
-        """llguidance's form of the grammar.
-
-        Raises:
-          ValueError: the source is not what its kind says.
-        """
-        try:
-            compiled = COMPILERS[self.kind](self.source)
-        except ValueError as error:
-            raise ValueError(f"grammar: {_one_line(error)}") from None
-        if fault := llguidance.LLMatcher.validate_grammar(compiled):
-            raise ValueError(f"grammar: {_one_line(fault)}")
-        return compiled
+    try:
+        form = COMPILERS[grammar.kind](grammar.source)
+    except ValueError as error:
+        raise ValueError(f"grammar: {_one_line(error)}") from None
+    if fault := llguidance.LLMatcher.validate_grammar(form):
+        raise ValueError(f"grammar: {_one_line(fault)}")
+    return form
 
 
 class GrammarCompiler:
@@ -66,14 +47,14 @@ class GrammarCompiler:
         if not eos_token_ids:
             raise ValueError("grammar: the target has no end-of-answer id, expected one, which ends a finished answer")
         self._tokenizer = llguidance.LLTokenizer(tokenizer.to_json(), n_vocab=vocab_size, eos_token=list(eos_token_ids))
-        self._words, self._ends = -(-vocab_size // 32), eos_token_ids
+        self._words, self._ends = cdiv(vocab_size, 32), eos_token_ids
         self._lock, self._prepared = threading.Lock(), dict[Grammar, Any]()
 
     def prepare(self, grammar: Grammar, tried: bool = False) -> Any:
-        """Compiles a grammar, unless it still is; from any thread.
+        """Compiles a grammar, unless that was done and is still kept; any thread may call this.
 
         Args:
-          tried: whether to try it out first, since it comes from who knows whom.
+          tried: whether a process of its own tries the grammar out first, as one from a stranger needs.
         Returns:
           llguidance's matcher before the first token, to be copied.
 
@@ -84,7 +65,7 @@ class GrammarCompiler:
         with self._lock:
             prepared = self._prepared.pop(grammar, None)
             if prepared is not None:
-                self._prepared[grammar] = prepared  # the last to go
+                self._prepared[grammar] = prepared  # It was used, so it is the last to go.
         if prepared is None:
             if tried:
                 try_out(grammar.kind, grammar.source)
@@ -96,11 +77,11 @@ class GrammarCompiler:
         return prepared
 
     def matcher(self, grammar: Grammar) -> "GrammarMatcher":
-        """The state of a grammar before the answer's first token; raises as `prepare`."""
+        """Gives the state of a grammar before the answer's first token; raises as `prepare`."""
         return self._started(self.prepare(grammar).deep_copy())
 
     def _compile(self, grammar: Grammar) -> Any:
-        compiled = llguidance.LLMatcher(self._tokenizer, grammar.compiled, log_level=0)
+        compiled = llguidance.LLMatcher(self._tokenizer, llguidance_form(grammar), log_level=0)
         matcher = self._started(compiled)
         if not compiled.is_error():
             root = np.zeros(1, np.int32)

@@ -17,8 +17,9 @@ import llguidance
 SECONDS = 5.0
 PROCESSES = 2
 MEMORY_BYTES = 2 << 30
-STACK_BYTES = 512 << 20  # address space; memory only where it is used
+STACK_BYTES = 512 << 20  # Of address space, and of memory only where it is used.
 
+# How llguidance reads each of the kinds of `jaxspec.config.GRAMMAR_KINDS`.
 COMPILERS: dict[str, Any] = {
     "json_schema": llguidance.LLMatcher.grammar_from_json_schema,
     "regex": llguidance.LLMatcher.grammar_from_regex,

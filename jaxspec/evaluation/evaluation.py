@@ -4,61 +4,30 @@ A request is one turn of a prompt. Plain decoding comes first and its answers ar
 every mode is asked the very same requests with the same seeds, and lossless decoding gives the same tokens.
 """
 
-import hashlib
-import json
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
 
-from jaxspec.config import EngineConfig, SamplingParams, SpeculationConfig
+from jaxspec.config import EngineConfig, SamplingParams
+from jaxspec.engine.decode_clock import DecodeClock
 from jaxspec.engine.engine import Engine
-from jaxspec.engine.request import Completion
-from jaxspec.evaluation.prompt_files import conversation, numbered_lines
+from jaxspec.engine.request import Completion, RequestOutput
+from jaxspec.evaluation.modes import Mode
+from jaxspec.evaluation.prompts import Prompt, Request, request_seed
+from jaxspec.model.families.protocols import Drafter, Target
 from jaxspec.model.text.tokenizer import Tokenizer
+from jaxspec.sharding.arithmetic import cdiv
 
 # Long pages keep the widths of page tables, and with them the programs to compile, few.
 PAGE_SIZE = 512
 PREFILL_CHUNK = 128
-TEMPLATE_TOKENS = 32  # that a turn may take beside its text
+TEMPLATE_TOKENS = 32  # What the chat template may add to a turn.
 
 
-@dataclass(frozen=True)
-class Prompt:
-    """What a user says, turn by turn; `set` is the stem of the file that it came from."""
-
-    set: str
-    id: str
-    category: str
-    turns: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Mode:
-    """A way to decode. The chain drafts greedily, at a temperature too; published chains sample their drafts."""
-
-    name: str
-    speculation: SpeculationConfig
-
-
+# Called with mode and temperature of each request that has ended.
 Progress = Callable[[Mode, float], None]
-
-
-@dataclass(frozen=True)
-class Request:
-    """One turn of a prompt, ready to be decoded."""
-
-    prompt: Prompt
-    turn: int
-    tokens: list[int]
-
-    @property
-    def key(self) -> tuple[str, str, int]:
-        """What identifies it: set, id and turn."""
-        return self.prompt.set, self.prompt.id, self.turn
 
 
 @dataclass(frozen=True)
@@ -80,35 +49,6 @@ class Pass:
     left_out: tuple[dict[str, Any], ...] = ()
 
 
-def read_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
-    """Reads a JSON Lines file of objects with `id`, `turns` and, if they have one, `category`.
-
-    Args:
-      limit: prompts at most, from the beginning.
-    Raises:
-      ValueError: naming file, line and field.
-    """
-    prompts: dict[str, Prompt] = {}
-    for where, line in numbered_lines(path):
-        if limit is not None and len(prompts) == limit:
-            break
-        raw = conversation(where, line)
-        name = str(raw.get("id", where.rpartition(" ")[2]))
-        if name in prompts:
-            raise ValueError(f"{where}: id: found {name!r} twice, expected one prompt of each id")
-        prompts[name] = Prompt(path.stem, name, str(raw.get("category", path.stem)), tuple(raw["turns"]))
-    if not prompts:
-        raise ValueError(f"{path}: found no prompts, expected at least 1")
-    return list(prompts.values())
-
-
-def modes(budgets: Sequence[int], top_k_cap: int, depth: int) -> list[Mode]:
-    """Plain decoding, the chain of `depth` drafts, and DDTree at each positive budget."""
-    trees = [Mode(f"ddtree-{n}", SpeculationConfig(budget=n, top_k_cap=top_k_cap)) for n in budgets if n]
-    plain, chain = SpeculationConfig(budget=0), SpeculationConfig(budget=depth, top_k_cap=1)
-    return [Mode("plain", plain), Mode("chain", chain), *trees]
-
-
 class Evaluation:
     """Decodes prompts with one target and one drafter.
 
@@ -126,8 +66,8 @@ class Evaluation:
 
     def __init__(
         self,
-        target: Any,
-        drafter: Any,
+        target: Target,
+        drafter: Drafter,
         tokenizer: Tokenizer,
         prompts: Sequence[Prompt],
         *,
@@ -138,8 +78,7 @@ class Evaluation:
         report: Callable[[str], None] = lambda line: None,
     ):
         self._tokenizer, self._prompts = tokenizer, list(prompts)
-        self._max_tokens, self._seed, self._report = max_tokens, seed, report
-        self._compiled = 0
+        self._max_tokens, self._seed = max_tokens, seed
         self._limit = min(target.config.max_position_embeddings, drafter.config.max_position_embeddings)
         config = EngineConfig(
             devices=mesh.size,
@@ -148,12 +87,12 @@ class Evaluation:
             page_size=PAGE_SIZE,
             cache_tokens=self._cache_tokens(batch),
             prefill_chunk=PREFILL_CHUNK,
-            keep_prefixes=False,  # or the modes after the first would have their prompts for nothing
+            keep_prefixes=False,  # Else the modes after the first would find their prompts in the cache.
         )
 
-        def engine(drafter: Any) -> Engine:
+        def engine(drafter: Drafter | None) -> Engine:
             ends = tokenizer.eos_token_ids or None
-            return Engine(target, drafter, mesh=mesh, config=config, eos_token_ids=ends, report=self._on_compile)
+            return Engine(target, drafter, mesh=mesh, config=config, eos_token_ids=ends, report=report)
 
         # Plain decoding is timed without what a drafter costs even when it does not draft.
         self._plain, self._drafting = engine(None), engine(drafter)
@@ -161,7 +100,7 @@ class Evaluation:
 
     @property
     def depth(self) -> int:
-        """L of the drafter."""
+        """The drafter's L, the tokens that it drafts in one pass."""
         return self._depth
 
     def check(self, modes: Sequence[Mode]) -> None:
@@ -187,9 +126,9 @@ class Evaluation:
                     yield self._decode(mode, temperature, requests, reference, progress)
 
     def _plain_pass(self, mode: Mode, temperature: float, progress: Progress) -> tuple[list[Request], Pass]:
-        """Turn after turn, since a turn's prompt holds the answers to those before it."""
+        """Decodes turn after turn, since a turn's prompt holds the answers to those before it."""
         talks: list[tuple[Prompt, list[dict[str, str]]]] = [(prompt, []) for prompt in self._prompts]
-        requests, records, left_out, seconds, timed = [], [], [], 0.0, 0
+        requests, records, left_out, clock = [], [], [], DecodeClock(self._plain)
         for turn in range(max(len(prompt.turns) for prompt in self._prompts)):
             asked, going = [], []
             for prompt, talk in talks:
@@ -203,14 +142,13 @@ class Evaluation:
                     place = {"temperature": temperature, "set": prompt.set, "id": prompt.id, "turn": turn}
                     left_out.append(place | {"turns": len(prompt.turns) - turn, "reason": str(error)})
             talks = going
-            answers, clock = self._run(self._plain, mode, temperature, asked, progress)
-            seconds, timed = seconds + clock.seconds, timed + clock.tokens
+            answers = self._run(clock, mode, temperature, asked, progress)
             for request, (_, talk), answer in zip(asked, talks, answers, strict=True):
                 record = self._record(request, mode, temperature, answer, answer.tokens)
                 talk.append({"role": "assistant", "content": record["text"]})
                 records.append(record)
             requests += asked
-        return requests, Pass(mode, temperature, records, timed / seconds if timed else None, tuple(left_out))
+        return requests, Pass(mode, temperature, records, clock.tokens_per_second, tuple(left_out))
 
     def _decode(
         self,
@@ -220,45 +158,35 @@ class Evaluation:
         reference: dict[tuple[str, str, int], list[int]],
         progress: Progress,
     ) -> Pass:
-        answers, clock = self._run(self._drafting, mode, temperature, requests, progress)
+        clock = DecodeClock(self._drafting)
+        answers = self._run(clock, mode, temperature, requests, progress)
         records = [
             self._record(request, mode, temperature, answer, reference[request.key])
             for request, answer in zip(requests, answers, strict=True)
         ]
-        return Pass(mode, temperature, records, clock.tokens / clock.seconds if clock.tokens else None)
+        return Pass(mode, temperature, records, clock.tokens_per_second)
 
     def _run(
-        self,
-        engine: Engine,
-        mode: Mode,
-        temperature: float,
-        requests: list[Request],
-        progress: Progress,
-    ) -> tuple[list[Completion], "_Clock"]:
+        self, clock: DecodeClock, mode: Mode, temperature: float, requests: list[Request], progress: Progress
+    ) -> list[Completion]:
+        """Answers the requests with the engine that the clock times, and returns the answers in their order."""
+        engine = clock.engine
         engine.speculation = mode.speculation
-        order = sorted(range(len(requests)), key=lambda index: len(requests[index].tokens))  # alike ones together
-        tokens: dict[int, list[int]] = {}
-        index_of = {}
+        # Requests of one length run side by side.
+        order = sorted(range(len(requests)), key=lambda index: len(requests[index].tokens))
+        index_of: dict[int, int] = {}
+        outputs: dict[int, list[RequestOutput]] = {}
         for index in order:
             seed = request_seed(self._seed, requests[index].key)
             sampling = SamplingParams(temperature=temperature, seed=seed, max_tokens=self._max_tokens)
             request_id = engine.add(requests[index].tokens, sampling)
-            tokens[request_id], index_of[request_id] = [], index
-        answers: dict[int, Completion] = {}
-        clock = _Clock()
+            index_of[request_id], outputs[index] = index, []
         while engine.has_work:
-            compiled, began = self._compiled, time.perf_counter()
-            outputs = engine.step()
-            if self._compiled == compiled:
-                clock.seconds += time.perf_counter() - began
-                clock.tokens += sum(len(output.tokens) for output in outputs)
-            for output in outputs:
-                tokens[output.request_id] += output.tokens
-                if output.finish_reason is not None and output.statistics is not None:
-                    answer = Completion(tokens[output.request_id], output.finish_reason, output.statistics)
-                    answers[index_of[output.request_id]] = answer
+            for output in clock.step():
+                outputs[index_of[output.request_id]].append(output)
+                if output.finish_reason is not None:
                     progress(mode, temperature)
-        return [answers[index] for index in range(len(requests))], clock
+        return [Completion.joined(outputs[index]) for index in range(len(requests))]
 
     def _record(
         self, request: Request, mode: Mode, temperature: float, answer: Completion, reference: list[int]
@@ -286,14 +214,14 @@ class Evaluation:
         }
 
     def _encode(self, talk: list[dict[str, str]]) -> list[int]:
-        """Ids of a conversation; ValueError where they leave no room for an answer, or the template refuses it."""
+        """Encodes a conversation; ValueError where it leaves no room for an answer, or the template refuses it."""
         tokens = self._tokenizer.encode_chat(talk)
         if len(tokens) >= self._limit:
             raise ValueError(f"found {len(tokens)} tokens, expected at most {self._limit - 1} (context limit)")
         return tokens
 
     def _cache_tokens(self, batch: int) -> int:
-        """A size in which the longest conversations run side by side; refuses a first turn that cannot be asked.
+        """Gives a size in which the longest conversations run side by side; refuses a first turn that cannot be asked.
 
         How long a conversation grows is an estimate: an answer read back as text may take more tokens than were
         generated. Where that matters the cache also holds any one request that the models do, whatever its length.
@@ -312,24 +240,6 @@ class Evaluation:
         whole = self._limit if any(len(prompt.turns) > 1 for prompt in self._prompts) else 0
         return max(batch * _in_pages(min(longest, self._limit)), _in_pages(whole))
 
-    def _on_compile(self, line: str) -> None:
-        self._compiled += 1
-        self._report(line)
-
-
-@dataclass
-class _Clock:
-    """Wall time of the steps that compiled nothing, and the tokens that came of them."""
-
-    seconds: float = 0.0
-    tokens: int = 0
-
-
-def request_seed(seed: int, key: tuple[str, str, int]) -> int:
-    """A request's own 32-bit seed, whatever else is evaluated."""
-    digest = hashlib.sha256(json.dumps([seed, *key]).encode()).digest()
-    return int.from_bytes(digest[:4], "big")
-
 
 def first_difference(tokens: Sequence[int], reference: Sequence[int]) -> int | None:
     """The first index at which two answers differ, an end before the other's included; None where they are equal."""
@@ -344,4 +254,4 @@ def _key(record: dict[str, Any]) -> tuple[str, str, int]:
 
 
 def _in_pages(tokens: int) -> int:
-    return -(-tokens // PAGE_SIZE) * PAGE_SIZE
+    return cdiv(tokens, PAGE_SIZE) * PAGE_SIZE

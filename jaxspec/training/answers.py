@@ -156,7 +156,7 @@ def claim_answers(folder: Path, prompts: Sequence[Prompt], config: AnswerConfig)
 
 
 def read_answers(folder: Path) -> Examples:
-    """All chunks of `folder`, in order; answers too short to hold an anchor and its label are left out.
+    """Reads all chunks of `folder`, in order; answers too short to hold an anchor and its label are left out.
 
     Raises:
       ValueError: there are none, or naming a file that cannot be read.
@@ -167,7 +167,8 @@ def read_answers(folder: Path) -> Examples:
     chunks = []
     for path in paths:
         try:
-            with path.open("rb") as opened, np.load(opened) as file:  # np.load leaves what it cannot read open
+            # By itself np.load leaves a file open that it cannot read.
+            with path.open("rb") as opened, np.load(opened) as file:
                 chunks.append({name: file[name] for name in CHUNK_FIELDS})
         except (ValueError, OSError, EOFError, KeyError, zipfile.BadZipFile):
             raise ValueError(f"{path}: not a readable file of answers; remove it and run the stage 'answers'") from None
@@ -183,7 +184,7 @@ def read_answers(folder: Path) -> Examples:
 
 
 def split_examples(examples: Examples, held_out: int, seed: int) -> tuple[Examples, Examples]:
-    """(training, held-out): `held_out` examples drawn at random, but never more than a tenth.
+    """Splits into (training, held-out): `held_out` examples drawn at random, but never more than a tenth.
 
     Raises:
       ValueError: there are fewer than two.
@@ -208,7 +209,7 @@ class _Chunk:
     def begin_with(
         self, engine: "Engine", encode: Callable[[Prompt], list[int]], config: AnswerConfig
     ) -> list[tuple[int, int]]:
-        """Hands the prompts to the engine; (request, index) of each that is short enough."""
+        """Hands the prompts to the engine; returns (request, index) of each that is short enough."""
         requests = []
         for index, prompt in enumerate(self.prompts):
             place = self.begin + index

@@ -11,7 +11,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from jaxspec.model.families.config import DFlashConfig
-from jaxspec.training.step import Parameters
+from jaxspec.training.trainer import Parameters
 
 
 def export_drafter(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxspec.config import SamplingParams
-from jaxspec.evaluation.prompt_files import conversation, numbered_lines
+from jaxspec.prompt_files import numbered_lines, read_conversations
 
 if TYPE_CHECKING:
     from jaxspec.engine.engine import Engine
@@ -22,15 +22,15 @@ class Prompt:
     source: str
 
 
-def read_prompts(path: Path) -> list[Prompt]:
-    """Reads a prompt file: JSON lines with the conversation in "turns" (the first one is taken), or one prompt a line.
+def file_prompts(path: Path) -> list[Prompt]:
+    """Reads the prompts of a file: JSON lines with "turns", of which the first is taken, or one prompt a line.
 
     Raises:
       ValueError: naming file and line, for one that is not UTF-8 or, in a `.jsonl` file, holds no conversation.
     """
     if path.suffix != ".jsonl":
         return [Prompt(line.strip(), path.stem) for _, line in numbered_lines(path)]
-    return [Prompt(conversation(where, line)["turns"][0], path.stem) for where, line in numbered_lines(path)]
+    return [Prompt(conversation.turns[0], path.stem) for conversation in read_conversations(path)]
 
 
 def write_prompts(path: Path, prompts: Iterable[Prompt]) -> None:
@@ -40,7 +40,7 @@ def write_prompts(path: Path, prompts: Iterable[Prompt]) -> None:
 
 
 def read_written_prompts(path: Path) -> list[Prompt]:
-    """What `write_prompts` wrote.
+    """Reads what `write_prompts` wrote.
 
     Raises:
       ValueError: naming the file, where it is missing, empty or something else.
@@ -48,11 +48,13 @@ def read_written_prompts(path: Path) -> list[Prompt]:
     if not path.is_file():
         raise ValueError(f"{path}: not there; run the stage 'prompts' first")
     prompts = []
-    for where, line in numbered_lines(path):
-        raw = conversation(where, line)
-        if not isinstance(raw.get("source"), str):
-            raise ValueError(f"{where}: source: found {raw.get('source')!r}, expected a text; run the stage 'prompts'")
-        prompts.append(Prompt(raw["turns"][0], raw["source"]))
+    for conversation in read_conversations(path):
+        source = conversation.fields.get("source")
+        if not isinstance(source, str):
+            raise ValueError(
+                f"{conversation.where}: source: found {source!r}, expected a text; run the stage 'prompts'"
+            )
+        prompts.append(Prompt(conversation.turns[0], source))
     if not prompts:
         raise ValueError(f"{path}: found 0 prompts, expected at least 1; run the stage 'prompts' again")
     return prompts

@@ -4,9 +4,9 @@ import sys
 from typing import Any
 
 from jaxspec.config import SamplingParams
+from jaxspec.engine.decode_clock import DecodeClock
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.request import RequestStatistics
-from jaxspec.serve.cli.clock import DecodeClock
 from jaxspec.serve.cli.startup import StartUp, say
 
 
@@ -31,7 +31,7 @@ class Answer:
         self._engine, self._stream = engine, stream
         self._detokenizer = engine.tokenizer.detokenizer()
         self._start_up = start_up
-        self._clock = DecodeClock(engine, start_up)
+        self._clock = DecodeClock(engine)
         self.tokens: list[int] = []
         self.text = ""
         self.finish_reason = "interrupted"

@@ -69,12 +69,12 @@ def bench_serve_command(
 
 
 def _texts(path: Path | None) -> list[str]:
-    from jaxspec.evaluation.prompt_files import conversation, numbered_lines
+    from jaxspec.prompt_files import read_conversations
     from jaxspec.serve.cli.demo_prompts import DEMO_PROMPTS
 
     if path is None:
         return [text for _, text in DEMO_PROMPTS]
-    texts = [conversation(where, line)["turns"][0] for where, line in numbered_lines(path)]
+    texts = [conversation.turns[0] for conversation in read_conversations(path)]
     if not texts:
         raise ValueError(f"--prompts {path}: found no prompt, expected at least one")
     return texts

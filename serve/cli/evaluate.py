@@ -41,13 +41,13 @@ def evaluate_command(
 ) -> None:
     """Evaluate plain decoding, the DFlash chain and DDTree on prompt sets, all on the same requests."""
     with bad_input():
-        sizes, heats = integers("--budgets", budgets), decimals("--temperatures", temperatures)
+        sizes, at_temperatures = integers("--budgets", budgets), decimals("--temperatures", temperatures)
         distinct("--budgets", sizes)
-        distinct("--temperatures", heats)
+        distinct("--temperatures", at_temperatures)
         for size in sizes:
             SpeculationConfig(budget=size, top_k_cap=top_k_cap)
-        for heat in heats:
-            SamplingParams(temperature=heat, max_tokens=max_tokens, seed=seed)
+        for temperature in at_temperatures:
+            SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=seed)
         EngineConfig(slots=batch, devices=devices)
         if limit is not None:
             within("--limit", limit, 1, 2**31 - 1)
@@ -58,7 +58,9 @@ def evaluate_command(
     import jax
 
     from jaxspec.engine.loading import check_tokenizers
-    from jaxspec.evaluation.evaluation import Evaluation, modes, read_prompts
+    from jaxspec.evaluation.evaluation import Evaluation
+    from jaxspec.evaluation.modes import modes
+    from jaxspec.evaluation.prompts import read_prompts
     from jaxspec.evaluation.report import MARKDOWN, RunFolder, summarise
     from jaxspec.model.checkpoint.loading import load_drafter, load_target
     from jaxspec.model.text.tokenizer import Tokenizer
@@ -107,8 +109,8 @@ def evaluate_command(
     }
     requests = sum(len(prompt.turns) for prompt in asked)
     passes = []
-    with _progress(requests * len(every) * len(heats)) as step:
-        for done in evaluation.run(every, heats, step):
+    with _progress(requests * len(every) * len(at_temperatures)) as step:
+        for done in evaluation.run(every, at_temperatures, step):
             folder.add(done.records)
             passes.append(done)
             tau = sum(record["tau"] for record in done.records) / len(done.records)

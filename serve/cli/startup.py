@@ -30,19 +30,13 @@ def bad_input() -> Iterator[None]:
 
 
 class StartUp:
-    """Tells each stage of start-up as it is reached, with the seconds since the beginning.
-
-    Attributes:
-      lines: how many stages were told.
-    """
+    """Tells each stage of start-up as it is reached, with the seconds since the beginning."""
 
     def __init__(self) -> None:
         self._began = time.perf_counter()
-        self.lines = 0
 
     def report(self, line: str) -> None:
         """Prints one stage; fits `Engine.from_checkpoints(report=…)`."""
-        self.lines += 1
         say(f"{time.perf_counter() - self._began:6.1f} s  {line}")
 
 

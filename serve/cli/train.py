@@ -14,7 +14,6 @@ from jaxspec.serve.cli.startup import StartUp, bad_input, say, use_compilation_c
 
 if TYPE_CHECKING:
     from jaxspec.engine.engine import Engine
-    from jaxspec.model.families.config import DFlashConfig, ModelConfig
     from jaxspec.training.prompts import Prompt
 
 Option = typer.Option
@@ -107,12 +106,16 @@ def train_command(
     from jaxspec.model.checkpoint.loading import load_target, open_checkpoint
     from jaxspec.model.families.config import ModelConfig, check_drafter
     from jaxspec.model.families.llama import LlamaForCausalLM
+    from jaxspec.model.families.new_drafter import drafter_for
     from jaxspec.model.text.tokenizer import Tokenizer
     from jaxspec.sharding.mesh import make_mesh
     from jaxspec.training.answers import AnswerConfig, claim_answers, read_answers, split_examples, write_answers
+    from jaxspec.training.batches import steps_per_epoch
+    from jaxspec.training.checkpoint import CHECKPOINT, check_checkpoint, read_checkpoint
     from jaxspec.training.export import export_drafter
-    from jaxspec.training.loop import CHECKPOINT, RunConfig, check_checkpoint, read_checkpoint, steps_per_epoch, train
+    from jaxspec.training.loop import train
     from jaxspec.training.prompts import Prompt, read_written_prompts
+    from jaxspec.training.run_config import RunConfig
 
     start_up = StartUp()
     with bad_input():
@@ -126,7 +129,14 @@ def train_command(
                 f"--target {target}: found a {checkpoint.family} target, for which drafters are not trained"
             )
         within("--taps", taps, 1, max(1, target_config.num_hidden_layers - 3))
-        drafter = _drafter_config(target_config, layers, taps, block_size, intermediate_size, mask_token)
+        drafter = drafter_for(
+            target_config,
+            layers=layers,
+            taps=taps,
+            block_size=block_size,
+            mask_token_id=mask_token,
+            intermediate_size=intermediate_size,
+        )
         check_drafter(target_config, drafter)
         if "answers" in stages or ("prompts" in stages and invent):
             opening = len(tokenizer.encode_chat([{"role": "user", "content": "?"}]))
@@ -232,32 +242,6 @@ def _show(progress: Progress, entry: dict[str, Any], run: Any) -> None:
     progress.show(entry["step"], run.steps, text, keep=held_out is not None)
 
 
-def _drafter_config(
-    target: "ModelConfig", layers: int, taps: int, block_size: int, intermediate_size: int | None, mask_token: int
-) -> "DFlashConfig":
-    """A drafter of full-attention layers in the target's own shape."""
-    from jaxspec.model.families.config import DFlashConfig, RopeConfig, default_target_layers
-
-    return DFlashConfig(
-        vocab_size=target.vocab_size,
-        hidden_size=target.hidden_size,
-        intermediate_size=intermediate_size or target.intermediate_size,
-        num_hidden_layers=layers,
-        num_attention_heads=target.num_attention_heads,
-        num_key_value_heads=target.num_key_value_heads,
-        head_dim=target.head_dim,
-        rms_norm_eps=1e-6,
-        rope=RopeConfig(target.rope.theta),
-        max_position_embeddings=target.max_position_embeddings,
-        block_size=block_size,
-        mask_token_id=mask_token,
-        num_target_layers=target.num_hidden_layers,
-        target_layer_ids=default_target_layers(target.num_hidden_layers, taps),
-        windows=(0,) * layers,
-        causal=(False,) * layers,
-    )
-
-
 def _plain_engine(target: Path, slots: int, max_prompt: int, max_answer: int, start_up: StartUp) -> "Engine":
     from jaxspec.config import EngineConfig, SpeculationConfig
     from jaxspec.engine.engine import Engine
@@ -280,10 +264,10 @@ def _plain_engine(target: Path, slots: int, max_prompt: int, max_answer: int, st
 
 
 def _collect_prompts(files: list[Path], templates: int, seed: int) -> list["Prompt"]:
-    from jaxspec.training.prompts import read_prompts
+    from jaxspec.training.prompts import file_prompts
     from jaxspec.training.templates import template_prompts
 
-    return [prompt for path in files for prompt in read_prompts(path)] + template_prompts(templates, seed)
+    return [prompt for path in files for prompt in file_prompts(path)] + template_prompts(templates, seed)
 
 
 def _invent(engine: "Engine", encode: Any, decode: Any, count: int, seed: int) -> list["Prompt"]:

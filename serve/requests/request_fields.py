@@ -6,8 +6,7 @@ from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 from grpc import StatusCode
 
-from jaxspec.config import SamplingParams
-from jaxspec.engine.grammar import Grammar
+from jaxspec.config import Grammar, SamplingParams
 from jaxspec.serve.runtime.refusal import Refusal, invalid
 from jaxspec.v1.generation_pb2 import GenerateRequest
 

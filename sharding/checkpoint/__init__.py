@@ -1,1 +1,1 @@
-"""Converted checkpoints on disk: manifest, writer and reader."""
+"""Converted checkpoints on disk: manifest, parts, writer and reader."""

@@ -1,8 +1,8 @@
-"""What a checkpoint on disk holds: the manifest, parts of bounded size, and the rows of each tensor in each part.
+"""What a checkpoint on disk holds: the manifest, parts of bounded size, and what each part holds of each tensor.
 
 A checkpoint is a folder with `jaxspec.json` (the manifest and the sign that the folder is complete) and `params/PART`,
 one Orbax checkpoint a part. A part holds a group of tensors (a layer's); a group too large for one part has several,
-and a tensor too large for one is cut into slabs of rows: a stack of experts into blocks of experts.
+and a tensor too large for one is cut into slabs along its first dimension: a stack of experts into blocks of experts.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ MAX_PART_BYTES = 256 * 10**6  # While a part is written, Orbax's buffers hold it
 
 @dataclass(frozen=True)
 class Tensor:
-    """One stored array."""
+    """The name, shape and dtype of one stored array."""
 
     name: str
     shape: tuple[int, ...]
@@ -36,13 +36,13 @@ class Tensor:
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes."""
+        """How many bytes it takes."""
         return int(np.prod(self.shape)) * jnp.dtype(self.dtype).itemsize
 
 
 @dataclass(frozen=True)
 class Slab:
-    """The rows `start` to `stop` of a tensor, counted along its first dimension; most slabs are whole tensors."""
+    """A tensor from `start` to `stop` along its first dimension; most slabs are whole tensors."""
 
     tensor: Tensor
     start: int
@@ -50,12 +50,12 @@ class Slab:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The slab's own shape."""
+        """The shape of the slab itself."""
         return (self.stop - self.start, *self.tensor.shape[1:])
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes."""
+        """How many bytes it takes."""
         return self.tensor.nbytes // self.tensor.shape[0] * (self.stop - self.start)
 
 
@@ -68,11 +68,12 @@ class Part:
 
     @property
     def nbytes(self) -> int:
-        """Size of the arrays in bytes."""
+        """How many bytes its arrays take."""
         return sum(slab.nbytes for slab in self.slabs)
 
 
-Digests = Mapping[str, str]  # of one part: tensor name → sha256 of the slab's bytes, row-major, little-endian
+# Of one part: the name of each tensor → sha256 of its slab's bytes, row-major and little-endian.
+Digests = Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -117,17 +118,17 @@ def seal(table: Mapping[str, Any]) -> str:
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Writes `jaxspec.json`, the last file of a checkpoint."""
-    rows: dict[str, dict[str, Any]] = {}
+    entries: dict[str, dict[str, Any]] = {}
     for part in manifest.parts:
         for slab in part.slabs:
             tensor = slab.tensor
             empty = {"name": tensor.name, "shape": tensor.shape, "dtype": tensor.dtype, "slabs": []}
-            row = rows.setdefault(tensor.name, empty)
+            entry = entries.setdefault(tensor.name, empty)
             sha256 = manifest.digests[part.name][tensor.name]
-            row["slabs"].append({"part": part.name, "start": slab.start, "stop": slab.stop, "sha256": sha256})
-    for row in rows.values():  # Parts may come in any order.
-        row["slabs"].sort(key=lambda slab: slab["start"])
-    table = {"format": FORMAT_VERSION, **manifest.about, "tensors": list(rows.values())}
+            entry["slabs"].append({"part": part.name, "start": slab.start, "stop": slab.stop, "sha256": sha256})
+    for entry in entries.values():  # Parts may come in any order.
+        entry["slabs"].sort(key=lambda slab: slab["start"])
+    table = {"format": FORMAT_VERSION, **manifest.about, "tensors": list(entries.values())}
     table["sha256"] = seal(table)
     unfinished = folder / (MANIFEST + ".tmp")
     unfinished.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
@@ -158,11 +159,11 @@ def read_manifest(folder: Path) -> Manifest:
             raise ValueError("sha256: its content has changed; convert it again")
         parts: dict[str, list[Slab]] = {}
         digests: dict[str, dict[str, str]] = {}
-        rows = table.pop("tensors")
-        if len({row["name"] for row in rows}) < len(rows):
+        entries = table.pop("tensors")
+        if len({entry["name"] for entry in entries}) < len(entries):
             raise ValueError("tensors: one of them is listed twice")
-        for row in rows:
-            for name, slab, sha256 in _read_row(row):
+        for entry in entries:
+            for name, slab, sha256 in _read_entry(entry):
                 parts.setdefault(name, []).append(slab)
                 digests.setdefault(name, {})[slab.tensor.name] = sha256
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
@@ -170,9 +171,9 @@ def read_manifest(folder: Path) -> Manifest:
     return Manifest(table, tuple(Part(name, tuple(parts[name])) for name in parts), digests)
 
 
-def _read_row(row: Mapping[str, Any]) -> list[tuple[str, Slab, str]]:
-    """One tensor's part, slab and digest for each of its slabs; raises ValueError unless they tile it in order."""
-    name, shape, dtype = row["name"], row["shape"], row["dtype"]
+def _read_entry(entry: Mapping[str, Any]) -> list[tuple[str, Slab, str]]:
+    """Reads (part, slab, digest) for each slab of a tensor; raises ValueError unless they tile it in order."""
+    name, shape, dtype = entry["name"], entry["shape"], entry["dtype"]
     if not isinstance(name, str) or not name:
         raise ValueError(f"tensor: found the name {name!r}, expected text")
     if not isinstance(shape, list) or not shape or not all(type(size) is int and size > 0 for size in shape):
@@ -182,7 +183,7 @@ def _read_row(row: Mapping[str, Any]) -> list[tuple[str, Slab, str]]:
     tensor = Tensor(name, tuple(shape), dtype)
     pieces: dict[str, tuple[Slab, str]] = {}
     end = 0
-    for piece in row["slabs"]:
+    for piece in entry["slabs"]:
         part, start, stop, sha256 = piece["part"], piece["start"], piece["stop"], piece["sha256"]
         if not isinstance(part, str) or not re.fullmatch(r"\w[\w.-]*", part):
             raise ValueError(f"tensor {name} part: found {part!r}, expected a folder's name")

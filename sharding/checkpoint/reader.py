@@ -1,8 +1,6 @@
-"""A checkpoint's arrays: Orbax writes and reads its parts, each once, and every device gets its slice of them."""
+"""Reading a checkpoint's arrays: each part is read once, and every device gets its slice of them."""
 
-import hashlib
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -10,23 +8,9 @@ import numpy as np
 from orbax.checkpoint import v1 as ocp
 
 from jaxspec.sharding.checkpoint.manifest import Digests, Manifest, Part, Slab, one_line
+from jaxspec.sharding.checkpoint.parts import digest, orbax_context, part_path
 
-PARAMS = "params"
 CHECKED_ON_LOADING = 20 * 10**9  # Bytes of weights whose digests take seconds.
-CHUNK_BYTES = 16 * 2**20  # Orbax writes a part in pieces of about this size.
-
-
-def write_part(folder: Path, part: Part, arrays: Mapping[str, np.ndarray]) -> Digests:
-    """Writes one part into `folder` (it appears whole or not at all) and returns its digests."""
-    with ThreadPoolExecutor(1) as beside, _orbax():
-        digests = beside.submit(lambda: {name: digest(array) for name, array in arrays.items()})
-        ocp.save(_part_path(folder, part).absolute(), dict(arrays))
-        return digests.result()
-
-
-def digest(array: np.ndarray) -> str:
-    """sha256 of an array's bytes."""
-    return hashlib.sha256(np.ascontiguousarray(array).view(np.uint8).data).hexdigest()
 
 
 def load_arrays(folder: Path, manifest: Manifest, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
@@ -66,16 +50,12 @@ def verify(folder: Path, manifest: Manifest, progress: Callable[[Part], None] = 
         progress(part)
 
 
-def _part_path(folder: Path, part: Part) -> Path:
-    return folder / PARAMS / part.name
-
-
 def _read(folder: Path, part: Part) -> dict[str, np.ndarray]:
     """A part's arrays as they are stored."""
-    path = _part_path(folder, part)
+    path = part_path(folder, part)
     wanted = {slab.tensor.name: np.empty(slab.shape, slab.tensor.dtype) for slab in part.slabs}
     try:
-        with _orbax():
+        with orbax_context():
             return ocp.load(path.absolute(), wanted)
     except Exception as error:  # damaged data reaches us as whatever the storage library raises, bare Exception too
         raise ValueError(f"{path}: cannot be read, convert it again: {one_line(error)}") from error
@@ -84,7 +64,7 @@ def _read(folder: Path, part: Part) -> dict[str, np.ndarray]:
 def _compare(folder: Path, part: Part, read: Mapping[str, np.ndarray], digests: Digests) -> None:
     for name, expected in digests.items():
         if digest(read[name]) != expected:
-            raise ValueError(f"{_part_path(folder, part)}: {name} differs from its digest: damaged, convert it again")
+            raise ValueError(f"{part_path(folder, part)}: {name} differs from its digest: damaged, convert it again")
 
 
 def _join(slabs: list[tuple[Slab, np.ndarray]], wanted: jax.ShapeDtypeStruct) -> jax.Array:
@@ -102,11 +82,3 @@ def _join(slabs: list[tuple[Slab, np.ndarray]], wanted: jax.ShapeDtypeStruct) ->
         return crossed[0] if len(crossed) == 1 else np.concatenate(crossed)
 
     return jax.make_array_from_callback(wanted.shape, wanted.sharding, local)
-
-
-def _orbax() -> ocp.Context:
-    context = ocp.Context()
-    context.array.saving.use_compression = False  # Weights barely compress, and it costs most of the time.
-    context.array.saving.storage_options.chunk_byte_size = CHUNK_BYTES
-    context.memory.deepcopy_host_arrays = False  # The save has ended before its arrays are touched again.
-    return context

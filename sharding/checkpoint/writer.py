@@ -11,13 +11,15 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from orbax.checkpoint import v1 as ocp
 
 from jaxspec.sharding.checkpoint.manifest import MANIFEST, Digests, Manifest, Part, partial_folder, write_manifest
-from jaxspec.sharding.checkpoint.reader import PARAMS, write_part
+from jaxspec.sharding.checkpoint.parts import PARAMS, digest, orbax_context, part_path
 
 JOURNAL = "journal.jsonl"
 LOCK = "lock"  # Held by the process that writes; the system lets go of it when that process ends.
@@ -110,6 +112,14 @@ class CheckpointWriter:
             journal.write(json.dumps(record) + "\n")
             journal.flush()
             os.fsync(journal.fileno())
+
+
+def write_part(folder: Path, part: Part, arrays: Mapping[str, np.ndarray]) -> Digests:
+    """Writes one part into `folder` (it appears whole or not at all) and returns its digests."""
+    with ThreadPoolExecutor(1) as beside, orbax_context():
+        digests = beside.submit(lambda: {name: digest(array) for name, array in arrays.items()})
+        ocp.save(part_path(folder, part).absolute(), dict(arrays))
+        return digests.result()
 
 
 def check_output(folder: Path, overwrite: bool) -> None:

@@ -12,7 +12,7 @@ from jaxspec.config import EngineConfig, SamplingParams, SpeculationConfig
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.request import RequestStatistics
 from jaxspec.serve.cli.demo_prompts import DEMO_PROMPTS
-from jaxspec.training.step import block_hidden, tapped_features
+from jaxspec.training.loss import block_hidden, tapped_features
 
 LONGEST = 96
 # τ over all prompts, greedy, float32, by tokens an answer: as measured when the drafter was shipped.

@@ -11,9 +11,11 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxspec.engine.engine import Engine
+from jaxspec.engine.modules import FlatModule
 from jaxspec.model.families import dflash, llama
 from jaxspec.model.families.config import DFlashConfig, ModelConfig, RopeConfig
 from jaxspec.model.layers.parameters import fill, weight
+from jaxspec.sharding.compilation import REPLICATED, specs_of
 from jaxspec.sharding.layout import Layout
 from jaxspec.sharding.mesh import make_mesh
 from jaxspec.speculation.drafting import Drafting, dflash_drafting
@@ -97,21 +99,18 @@ def tiny_dflash(
 
 def on_mesh(devices: int, module: nnx.Module, body: Callable[..., Any]) -> Callable[..., Any]:
     """Compiles `body(module, *arguments)`, arguments and results replicated, as each device of the mesh runs it."""
-    graph, state = nnx.split(module)
-    leaves, tree = jax.tree.flatten(state)
-    leaf_specs = [leaf.sharding.spec for leaf in leaves]
+    flat = FlatModule(module)
 
-    def run(leaves: Sequence[jax.Array], *arguments: Any) -> Any:
-        return body(nnx.merge(graph, jax.tree.unflatten(tree, leaves)), *arguments)
+    def run(leaves: tuple[jax.Array, ...], *arguments: Any) -> Any:
+        return body(flat.holding(leaves), *arguments)
 
     @jax.jit
-    def call(leaves: Sequence[jax.Array], *arguments: Any) -> Any:
-        specs = (leaf_specs, *[PartitionSpec()] * len(arguments))
-        return jax.shard_map(run, mesh=make_mesh(devices), in_specs=specs, out_specs=PartitionSpec(), check_vma=False)(
-            leaves, *arguments
-        )
+    def call(leaves: tuple[jax.Array, ...], *arguments: Any) -> Any:
+        specs = (specs_of(flat.leaves), *[REPLICATED] * len(arguments))
+        mapped = jax.shard_map(run, mesh=make_mesh(devices), in_specs=specs, out_specs=REPLICATED, check_vma=False)
+        return mapped(leaves, *arguments)
 
-    return lambda *arguments: call(leaves, *arguments)
+    return lambda *arguments: call(flat.leaves, *arguments)
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxspec.config import EngineConfig, SamplingParams, SpeculationConfig
+from jaxspec.config import EngineConfig, Grammar, SamplingParams, SpeculationConfig
 from jaxspec.engine.engine import Engine
-from jaxspec.engine.grammar import Grammar, GrammarCompiler
+from jaxspec.engine.grammar import GrammarCompiler
 from jaxspec.engine.request import Completion
 from jaxspec.model.text.tokenizer import Tokenizer
 from jaxspec.sharding.mesh import make_mesh

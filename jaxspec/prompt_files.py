@@ -2,9 +2,35 @@
 
 import json
 import reprlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """One line of a JSON Lines file of prompts.
+
+    Attributes:
+      where: file and line number, for messages.
+      turns: what the user says, turn by turn; at least one text, none of them empty.
+      fields: the line's whole JSON object.
+    """
+
+    where: str
+    turns: tuple[str, ...]
+    fields: Mapping[str, Any]
+
+
+def read_conversations(path: Path) -> Iterator[Conversation]:
+    """Yields the conversation of every line that is not blank, a JSON object with a list of texts in "turns".
+
+    Raises:
+      ValueError: naming file and line, for anything else, for half a surrogate pair, and for what is not UTF-8.
+    """
+    for where, line in numbered_lines(path):
+        yield _conversation(where, line)
 
 
 def numbered_lines(path: Path) -> Iterator[tuple[str, str]]:
@@ -25,24 +51,19 @@ def numbered_lines(path: Path) -> Iterator[tuple[str, str]]:
             yield where, line
 
 
-def conversation(where: str, line: str) -> dict[str, Any]:
-    """The JSON object of a line; its "turns" are a list of at least one text, none of them empty.
-
-    Raises:
-      ValueError: beginning with `where`, for anything else, and for half a surrogate pair anywhere in it.
-    """
+def _conversation(where: str, line: str) -> Conversation:
     try:
-        raw = json.loads(line)
+        fields = json.loads(line)
     except (ValueError, RecursionError):
         raise ValueError(f"{where}: not JSON") from None
-    if not isinstance(raw, dict):
-        raise ValueError(f"{where}: found {reprlib.repr(raw)}, expected an object with 'turns'")
-    turns = raw.get("turns")
+    if not isinstance(fields, dict):
+        raise ValueError(f"{where}: found {reprlib.repr(fields)}, expected an object with 'turns'")
+    turns = fields.get("turns")
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn for turn in turns):
         raise ValueError(f"{where}: turns: found {reprlib.repr(turns)}, expected a list of texts")
     try:
-        json.dumps(raw, ensure_ascii=False).encode()
+        json.dumps(fields, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         half = error.object[error.start]
         raise ValueError(f"{where}: found {half!r}, half a surrogate pair, expected whole characters") from None
-    return raw
+    return Conversation(where, tuple(turns), fields)

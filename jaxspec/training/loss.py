@@ -1,49 +1,23 @@
-"""The loss that trains a DFlash drafter, and one optimiser step (arXiv 2602.06036, section 4).
+"""The loss that trains a DFlash drafter (arXiv 2602.06036, section 4).
 
 From every sequence random *anchors* are drawn. Each makes a block [anchor, mask, mask, …] that sees the target's
 features of the tokens before the anchor, and its own rows: what the drafter will see when it serves, so the blocks run
 through the very pass that serves. The target is frozen; its tapped features are computed on the way.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
-from flax import nnx
 
-from jaxspec.model.families.config import DFlashConfig
-from jaxspec.model.families.dflash import DFlashDrafter, layout_of
+from jaxspec.model.families.dflash import DFlashDrafter
 from jaxspec.model.families.llama import LlamaForCausalLM
 from jaxspec.model.layers.batch import ForwardBatch
-from jaxspec.model.layers.parameters import fill, weight_specs
 
 # Anchors whose logits exist at one time: 512 blocks of 7 tokens over 49,152 ids take 0.7 GB.
 HEAD_CHUNK = 512
-
-# A drafter's weights by name, float32 while it trains.
-Parameters = dict[str, jax.Array]
-
-
-@dataclass(frozen=True)
-class OptimiserConfig:
-    """How the weights move.
-
-    Attributes:
-      steps: length of the schedule: a linear warm-up, then a cosine down to 0.
-      warm_up: share of the steps.
-      clip: largest norm of a step's gradient.
-      weight_decay: of matrices; norms are left alone.
-    """
-
-    steps: int
-    learning_rate: float = 6e-4
-    warm_up: float = 0.04
-    clip: float = 1.0
-    weight_decay: float = 0.01
 
 
 @jax.tree_util.register_dataclass
@@ -58,16 +32,6 @@ class TrainingBatch:
 
     tokens: jax.Array
     answer: jax.Array
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class TrainingState:
-    """All that a step changes: float32 weights, the optimiser's moments, and the number of steps done (int32 [])."""
-
-    parameters: Parameters
-    moments: optax.OptState
-    step: jax.Array
 
 
 @jax.tree_util.register_dataclass
@@ -192,8 +156,8 @@ def drafter_loss(
     places = anchors[..., None] + 1 + jnp.arange(depth)  # [batch, anchors, depth]
 
     def at_places(array: jax.Array, fill_value: Any) -> jax.Array:
-        rows = jnp.arange(array.shape[0])[:, None, None]
-        return array.at[rows, places].get(mode="fill", fill_value=fill_value)
+        sequences = jnp.arange(array.shape[0])[:, None, None]
+        return array.at[sequences, places].get(mode="fill", fill_value=fill_value)
 
     labels = at_places(batch.tokens, 0)
     counted = at_places(batch.answer, False) & chosen[..., None]
@@ -217,8 +181,8 @@ def _head_tally(
 
     @jax.checkpoint
     def add_chunk(total: Tally, inputs: tuple[jax.Array, ...]) -> tuple[Tally, None]:
-        rows, label, known = inputs
-        logits = drafter.scaled(target.logits(rows))  # float32 [chunk, depth, vocab]
+        hidden, label, known = inputs
+        logits = drafter.scaled(target.logits(hidden))  # float32 [chunk, depth, vocab]
         entropy = jax.nn.logsumexp(logits, axis=-1) - jnp.take_along_axis(logits, label[..., None], axis=-1)[..., 0]
         weights = known * decay
         right = (jnp.argmax(logits, axis=-1) == label) & known
@@ -236,99 +200,6 @@ def _head_tally(
         add_chunk, Tally(zero, zero, each, each, zero, zero), (in_chunks(hidden), in_chunks(labels), in_chunks(counted))
     )
     return total
-
-
-def initial_parameters(config: DFlashConfig, seed: int) -> Parameters:
-    """Weights to start from, float32: matrices normal with deviation 0.02, norms 1."""
-    specs = weight_specs(lambda: DFlashDrafter(config, layout_of(config, 1), jnp.float32))
-    key = jax.random.key(seed)
-    return {
-        spec.name: 0.02 * jax.random.normal(jax.random.fold_in(key, i), spec.shape)
-        if len(spec.shape) > 1
-        else jnp.ones(spec.shape)
-        for i, spec in enumerate(specs)
-    }
-
-
-def build_drafter(config: DFlashConfig, parameters: Parameters, dtype: Any) -> DFlashDrafter:
-    """The drafter with these weights, rounded to `dtype`."""
-    build = lambda: DFlashDrafter(config, layout_of(config, 1), dtype)  # noqa: E731
-    return fill(build, lambda spec: parameters[spec.name].astype(dtype))
-
-
-def make_optimiser(config: OptimiserConfig) -> optax.GradientTransformation:
-    """AdamW behind a clip of the gradient's norm."""
-    schedule = optax.warmup_cosine_decay_schedule(
-        0.0, config.learning_rate, max(1, round(config.warm_up * config.steps)), max(2, config.steps)
-    )
-    matrices = lambda parameters: jax.tree.map(lambda x: x.ndim > 1, parameters)  # noqa: E731
-    return optax.chain(
-        optax.clip_by_global_norm(config.clip),
-        optax.adamw(schedule, b1=0.9, b2=0.95, weight_decay=config.weight_decay, mask=matrices),
-    )
-
-
-class Trainer:
-    """The compiled step and evaluation of one drafter beside one frozen target, on one device.
-
-    Args:
-      target: the frozen target; its dtype is also that of the drafter's arithmetic. The weights stay float32.
-      config: of the drafter.
-      optimiser: how the weights move.
-      anchors: blocks drawn from each sequence.
-      seed: of the initial weights and of the anchors.
-    """
-
-    def __init__(
-        self, target: LlamaForCausalLM, config: DFlashConfig, optimiser: OptimiserConfig, anchors: int, seed: int
-    ):
-        self._seed = seed
-        self._config = config
-        self._anchors = anchors
-        self._optimiser = make_optimiser(optimiser)
-        graph, weights = nnx.split(target)
-        leaves, tree = jax.tree.flatten(weights)
-        self._target_leaves = tuple(leaves)
-        self._dtype = target.embed_tokens.weight.dtype
-        self._rebuild: Callable[[tuple[jax.Array, ...]], LlamaForCausalLM] = lambda flat: nnx.merge(
-            graph, jax.tree.unflatten(tree, flat)
-        )
-        self._step = jax.jit(self._update, donate_argnums=0)
-        self._evaluate = jax.jit(self._measure)
-
-    def initial_state(self) -> TrainingState:
-        """The state before the first step."""
-        parameters = initial_parameters(self._config, self._seed)
-        return TrainingState(parameters, self._optimiser.init(parameters), jnp.int32(0))
-
-    def step(self, state: TrainingState, batch: TrainingBatch) -> tuple[TrainingState, Tally]:
-        """One optimiser step; `state` is donated. Returns at once, before the device has run it."""
-        return self._step(state, self._target_leaves, batch)
-
-    def evaluate(self, parameters: Parameters, batch: TrainingBatch) -> Tally:
-        """The sums over a held-out batch; the anchors depend on the batch's shape alone, so figures compare."""
-        return self._evaluate(parameters, self._target_leaves, batch)
-
-    def _update(
-        self, state: TrainingState, leaves: tuple[jax.Array, ...], batch: TrainingBatch
-    ) -> tuple[TrainingState, Tally]:
-        # Anchors are keyed by the step: every epoch draws new ones, and a resumed run draws the same.
-        key = jax.random.fold_in(jax.random.key(self._seed), state.step)
-        gradients, tally = jax.grad(self._loss, has_aux=True)(state.parameters, leaves, batch, key)
-        updates, moments = self._optimiser.update(gradients, state.moments, state.parameters)
-        return TrainingState(optax.apply_updates(state.parameters, updates), moments, state.step + 1), tally
-
-    def _measure(self, parameters: Parameters, leaves: tuple[jax.Array, ...], batch: TrainingBatch) -> Tally:
-        return self._loss(parameters, leaves, batch, jax.random.key(0))[1]
-
-    def _loss(
-        self, parameters: Parameters, leaves: tuple[jax.Array, ...], batch: TrainingBatch, key: jax.Array
-    ) -> tuple[jax.Array, Tally]:
-        target = self._rebuild(leaves)
-        drafter = build_drafter(self._config, parameters, self._dtype)
-        anchors, chosen = sample_anchors(key, batch.answer, self._anchors)
-        tapped = tapped_features(target, batch.tokens, self._config.target_layer_ids)
-        return drafter_loss(drafter, target, batch, tapped, anchors, chosen)
 
 
 def _positions(tokens: jax.Array) -> jax.Array:

@@ -20,7 +20,7 @@ from jaxspec.speculation.logits_processors import everything_allowed
 from jaxspec.speculation.prefill import PromptChunk
 from jaxspec.speculation.round import Batch, Caches, Carry, RoundResult
 from jaxspec.speculation.sampling import mode_of
-from jaxspec.speculation.slot_table import admitted_rows, empty_slots, slot_specs
+from jaxspec.speculation.slot_table import empty_slots, filled_columns, slot_specs
 
 
 @dataclass(frozen=True)
@@ -78,20 +78,20 @@ class PendingCall:
         """Waits for the call; for each request, its rounds that produced tokens and whether it ended with them."""
         result = jax.tree.map(np.asarray, self.result)
         return [
-            (request, self._rounds_of(result, row), bool(result.finished[-1, row]))
-            for row, request in enumerate(self.requests)
+            (request, self._rounds_of(result, place), bool(result.finished[-1, place]))
+            for place, request in enumerate(self.requests)
         ]
 
-    def _rounds_of(self, result: RoundResult, row: int) -> list[RoundTokens]:
+    def _rounds_of(self, result: RoundResult, place: int) -> list[RoundTokens]:
         rounds = []
-        top = self.requests[row].sampling.log_probs
-        for index in np.flatnonzero(result.count[:, row]):
-            counts = RoundCounts(*(int(x[index, row]) for x in (result.count, result.accepted, result.drafted)))
-            tokens = result.tokens[index, row, : counts.produced].tolist()
+        top = self.requests[place].sampling.log_probs
+        for index in np.flatnonzero(result.count[:, place]):
+            counts = RoundCounts(*(int(x[index, place]) for x in (result.count, result.accepted, result.drafted)))
+            tokens = result.tokens[index, place, : counts.produced].tolist()
             log_probs: list[TokenLogProb] = []
             if top is not None:
                 of_round = jax.tree.map(lambda array, index=index: array[index], result.log_probs)
-                log_probs = host_log_probs(of_round, row, tokens, top)
+                log_probs = host_log_probs(of_round, place, tokens, top)
             rounds.append(RoundTokens(tokens, counts, log_probs))
         return rounds
 
@@ -126,20 +126,20 @@ class ModelRunner:
         length = bucket(longest, self._config.prefill_chunk, SMALLEST_CHUNK)
         tokens, following = np.zeros((2, batch, length), np.int32)
         start, count = np.zeros((2, batch), np.int32)
-        for row, part in enumerate(parts):
+        for place, part in enumerate(parts):
             sequence, end = part.request.sequence, part.start + part.count
-            start[row], count[row] = part.start, part.count
-            tokens[row, : part.count] = sequence[part.start : end]
-            following[row, : part.count] = sequence[part.start + 1 : end + 1]
+            start[place], count[place] = part.start, part.count
+            tokens[place, : part.count] = sequence[part.start : end]
+            following[place, : part.count] = sequence[part.start + 1 : end + 1]
         table = self._page_table([part.request for part in parts], batch)
         asked = any(part.request.awaits_prompt_log_probs for part in parts)
         shape = PrefillShape(batch, table.shape[1], length, asked)
         arrays: dict[str, Any] = {"tokens": tokens, "following": following, "start": start, "count": count}
         chunk = PromptChunk(page_table=table, **arrays)
         self.carry, log_probs = self.programs.prefill(shape, self.carry, chunk)
-        for row, part in enumerate(parts):
+        for place, part in enumerate(parts):
             if part.request.awaits_prompt_log_probs:
-                part.request.prompt_rows.append((log_probs, row, following[row, : part.count].tolist()))
+                part.request.prompt_rows.append((log_probs, place, following[place, : part.count].tolist()))
 
     def admit(self, requests: Sequence[Request]) -> None:
         """Tells the device about requests whose context is in the cache.
@@ -172,21 +172,21 @@ class ModelRunner:
         tokens, parents, valid = (np.asarray(x) for x in (tree.tokens, tree.parents, tree.valid))
         words = cdiv(self._vocab, 32)
         allowed = np.full((*tokens.shape, words), 2**32 - 1, np.uint32)
-        for row, request in enumerate(requests):
+        for place, request in enumerate(requests):
             if request.matcher is not None:
-                allowed[row] = request.matcher.allowed(tokens[row], parents[row], valid[row])
+                allowed[place] = request.matcher.allowed(tokens[place], parents[place], valid[place])
         batch = replace(batch, allowed=allowed)  # type: ignore[arg-type]
         self.carry, result = self.programs.accept_and_commit(shape, self.carry, batch, verified)
         return result
 
     def _batch(self, requests: Sequence[Request]) -> Batch:
-        """The requests of a decoding call, as arrays; the rows past the last one are nobody's."""
+        """The requests of a decoding call, as arrays; the places past the last one are nobody's."""
         size = smallest_that_holds(len(requests), self._config.batch_sizes)
         slots = np.full(size, self._config.slots, np.int32)
         capacity = np.zeros(size, np.int32)
-        for row, request in enumerate(requests):
-            slots[row] = request.taken_slot
-            capacity[row] = len(request.pages) * self.cache.page_size
+        for place, request in enumerate(requests):
+            slots[place] = request.taken_slot
+            capacity[place] = len(request.pages) * self.cache.page_size
         arrays: dict[str, Any] = {"slots": slots, "capacity": capacity, "allowed": everything_allowed(size)}
         return Batch(page_table=self._page_table(requests, size), **arrays)
 
@@ -194,13 +194,13 @@ class ModelRunner:
         """Their pages, int32 [batch, pages]."""
         width = self.cache.table_width(max(len(request.pages) for request in requests))
         table = np.full((batch, width), self.cache.pages, np.int32)  # one past the last page: nobody's
-        for row, request in enumerate(requests):
-            table[row, : len(request.pages)] = request.pages
+        for place, request in enumerate(requests):
+            table[place, : len(request.pages)] = request.pages
         return table
 
     def _admit(self, requests: Sequence[Request], count: int, *, per_token: bool) -> None:
         slots = np.full(count, self._config.slots, np.int32)
         slots[: len(requests)] = [request.taken_slot for request in requests]
-        rows = admitted_rows(requests, count, self._vocab, per_token=per_token)
-        table = self.programs.admit(self.carry.slots, slots, rows)
+        columns = filled_columns(requests, count, self._vocab, per_token=per_token)
+        table = self.programs.admit(self.carry.slots, slots, columns)
         self.carry = Carry(self.carry.caches, table)

@@ -165,19 +165,19 @@ class Programs:
 
         return self._run(shape, body, (carry, chunk), (specs_of(carry), REPLICATED), donate_carry=True)
 
-    def admit(self, table: SlotTable, slots: Any, rows: dict[str, Any]) -> SlotTable:
+    def admit(self, table: SlotTable, slots: Any, columns: dict[str, Any]) -> SlotTable:
         """Fills slots, int32 [requests], with requests' columns. Donates the table."""
 
-        def body(leaves: Any, table: SlotTable, slots: Any, rows: dict[str, Any]) -> SlotTable:
-            return admit(table, slots, rows)
+        def body(leaves: Any, table: SlotTable, slots: Any, columns: dict[str, Any]) -> SlotTable:
+            return admit(table, slots, columns)
 
         split = slot_specs(self.target.layout)
-        rows = {
+        columns = {
             name: self.place(column, getattr(split, name)) if COLUMNS[name].per_token else column
-            for name, column in rows.items()
+            for name, column in columns.items()
         }
-        name = f"admit {len(slots)} request(s), {len(rows)} columns"
-        return self._run(name, body, (table, slots, rows), specs_of(table), donate_carry=True)
+        name = f"admit {len(slots)} request(s), {len(columns)} columns"
+        return self._run(name, body, (table, slots, columns), specs_of(table), donate_carry=True)
 
     def place(self, tree: Any, specs: Any) -> Any:
         """Puts host arrays on the mesh, split as `specs` says."""
@@ -223,7 +223,7 @@ class Programs:
 
 
 def _of_batch(carry: Carry, batch: Batch) -> Carry:
-    """The carry of a call: the caches, and the rows of the batch's slots."""
+    """The carry of a call: the caches, and the batch's part of the slot table."""
     return Carry(carry.caches, take(carry.slots, batch.slots))
 
 

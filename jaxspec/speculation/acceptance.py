@@ -46,19 +46,19 @@ def confirm(tree: DraftTree, predicted: jax.Array, max_depth: int) -> ConfirmedP
     return ConfirmedPath(nodes=path, length=length, tokens=jnp.take_along_axis(predicted, path, axis=1))
 
 
-def emitted_tokens(rows: SlotTable, path: ConfirmedPath, live: jax.Array) -> tuple[jax.Array, jax.Array]:
+def emitted_tokens(slots: SlotTable, path: ConfirmedPath, live: jax.Array) -> tuple[jax.Array, jax.Array]:
     """How many of a path's tokens count, and whether the request ends with them.
 
     Args:
-      rows: of the requests of the batch.
+      slots: of the requests of the batch.
       live: bool [batch], slots that ran.
     Returns:
       count int32 [batch], 0 where not live; finished bool [batch].
     """
     places = jnp.arange(path.tokens.shape[1])
-    offered = jnp.minimum(path.length + 1, rows.remaining)
-    stops = (path.tokens[..., None] == rows.stop_ids[:, None, :]).any(-1) & (places < offered[:, None])
+    offered = jnp.minimum(path.length + 1, slots.remaining)
+    stops = (path.tokens[..., None] == slots.stop_ids[:, None, :]).any(-1) & (places < offered[:, None])
     stopped = stops.any(-1)
     count = jnp.where(stopped, jnp.argmax(stops, axis=-1).astype(jnp.int32) + 1, offered)
-    finished = stopped | (count >= rows.remaining)
-    return jnp.where(live, count, 0), jnp.where(live, finished, rows.finished)
+    finished = stopped | (count >= slots.remaining)
+    return jnp.where(live, count, 0), jnp.where(live, finished, slots.finished)

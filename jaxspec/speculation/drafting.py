@@ -20,7 +20,7 @@ class Drafting:
     Attributes:
       depth: L, tokens drafted in one pass.
       taps: target layers whose outputs the drafter reads.
-      propose: (rows of the batch, the drafter's cache, page table) → candidates.
+      propose: (the batch's part of the slot table, the drafter's cache, page table) → candidates.
       context_rows: (tapped features [batch, rows, taps * hidden], positions [batch, rows]) → the drafter's cache rows.
     """
 
@@ -38,9 +38,9 @@ MakeDrafting = Callable[..., Drafting]
 def dflash_drafting(drafter: DFlashDrafter, target: Target, length: int, top_k_cap: int) -> Drafting:
     """DFlash: one pass over [anchor, mask × length], with the target's embedding and head (arXiv 2602.06036)."""
 
-    def propose(rows: SlotTable, cache: PagedCache, page_table: jax.Array) -> Candidates:
-        block = target.embed(drafter.block_tokens(rows.anchor, length))
-        hidden = drafter.hidden(block, rows.length, cache, page_table)  # [batch, length, hidden]
+    def propose(slots: SlotTable, cache: PagedCache, page_table: jax.Array) -> Candidates:
+        block = target.embed(drafter.block_tokens(slots.anchor, length))
+        hidden = drafter.hidden(block, slots.length, cache, page_table)  # [batch, length, hidden]
         logits = drafter.scaled(target.logits(hidden.astype(block.dtype)))
         values, tokens = target.vocab.top_k(logits, top_k_cap)
         log_probs = values - target.vocab.log_sum_exp(logits)[..., None]
@@ -52,7 +52,7 @@ def dflash_drafting(drafter: DFlashDrafter, target: Target, length: int, top_k_c
 def no_drafting() -> Drafting:
     """A target on its own: nothing is drafted, tapped or cached for a drafter."""
 
-    def propose(rows: SlotTable, cache: PagedCache, page_table: jax.Array) -> Candidates:
+    def propose(slots: SlotTable, cache: PagedCache, page_table: jax.Array) -> Candidates:
         raise ValueError("budget: found a positive one, expected 0 without a drafter")
 
     return Drafting(0, (), propose, lambda tapped, positions: ())

@@ -15,41 +15,41 @@ from jaxspec.speculation.slot_table import SlotTable
 from jaxspec.speculation.tree import DraftTree
 
 
-def process_logits(logits: jax.Array, tree: DraftTree, rows: SlotTable, vocab: VocabShard) -> jax.Array:
+def process_logits(logits: jax.Array, tree: DraftTree, slots: SlotTable, vocab: VocabShard) -> jax.Array:
     """Logits with biases, then a least length, then penalties, in the order that vLLM has them.
 
     Args:
       logits: float32 [batch, nodes + 1, vocab / devices], of the rows of `tree`.
-      rows: of the requests of the batch.
+      slots: of the requests of the batch.
       vocab: the tokens that this device holds logits of.
     """
     batch, nodes = np.ogrid[: logits.shape[0], : logits.shape[1]]
     batch, nodes = batch[..., None], nodes[..., None]
-    bias_ids = vocab.places(rows.bias_ids)[:, None]
-    logits = logits.at[batch, nodes, bias_ids].add(rows.bias[:, None], mode="drop")
+    bias_ids = vocab.places(slots.bias_ids)[:, None]
+    logits = logits.at[batch, nodes, bias_ids].add(slots.bias[:, None], mode="drop")
 
     # The token after a row at depth d has position length + d + 1.
-    early = rows.length[:, None] + tree.depths + 1 < rows.min_length[:, None]
+    early = slots.length[:, None] + tree.depths + 1 < slots.min_length[:, None]
     ceiling = jnp.where(early, -jnp.inf, jnp.inf)[..., None]
-    logits = logits.at[batch, nodes, vocab.places(rows.stop_ids)[:, None]].min(ceiling, mode="drop")
+    logits = logits.at[batch, nodes, vocab.places(slots.stop_ids)[:, None]].min(ceiling, mode="drop")
 
     # Ancestors and the row itself; the anchor is committed and counted already.
     drafted = tree.visibility & (tree.valid & (tree.depths > 0))[:, None, :]  # [batch, nodes + 1, nodes + 1]
-    counts = jnp.broadcast_to(rows.generated.astype(jnp.int32)[:, None], logits.shape)
+    counts = jnp.broadcast_to(slots.generated.astype(jnp.int32)[:, None], logits.shape)
     counts = counts.at[batch, nodes, vocab.places(tree.tokens)[:, None]].add(drafted.astype(jnp.int32), mode="drop")
-    repetition = rows.repetition[:, None, None]
-    seen = rows.in_prompt[:, None] | (counts > 0)
+    repetition = slots.repetition[:, None, None]
+    seen = slots.in_prompt[:, None] | (counts > 0)
     logits = jnp.where(seen, jnp.where(logits > 0, logits / repetition, logits * repetition), logits)
-    frequency, presence = rows.frequency[:, None, None], rows.presence[:, None, None]
+    frequency, presence = slots.frequency[:, None, None], slots.presence[:, None, None]
     return logits - frequency * counts - presence * (counts > 0)
 
 
-def count_tokens(rows: SlotTable, tokens: jax.Array, count: jax.Array, vocab: VocabShard) -> SlotTable:
+def count_tokens(slots: SlotTable, tokens: jax.Array, count: jax.Array, vocab: VocabShard) -> SlotTable:
     """Adds the first `count` [batch] of a round's tokens, int32 [batch, depth + 1], to the requests' answers."""
     batch = jnp.arange(tokens.shape[0])[:, None]
-    kept = (jnp.arange(tokens.shape[1]) < count[:, None]).astype(rows.generated.dtype)
-    generated = rows.generated.at[batch, vocab.places(tokens)].add(kept, mode="drop")
-    return dataclasses.replace(rows, generated=generated)
+    kept = (jnp.arange(tokens.shape[1]) < count[:, None]).astype(slots.generated.dtype)
+    generated = slots.generated.at[batch, vocab.places(tokens)].add(kept, mode="drop")
+    return dataclasses.replace(slots, generated=generated)
 
 
 def everything_allowed(batch: int) -> np.ndarray:

@@ -125,7 +125,7 @@ class RoundResult:
 
 
 def decode_round(models: Models, carry: Carry, batch: Batch, options: RoundOptions) -> tuple[Carry, RoundResult]:
-    """Runs one round for every request of `batch`, whose rows `carry.slots` holds."""
+    """Runs one round for every request of `batch`, whose part of the slot table `carry` holds."""
     tree = draft(models, carry, batch, options)
     verified = verify(models, carry, batch, tree)
     accepted = accept(models, carry, batch, verified, options)
@@ -134,11 +134,11 @@ def decode_round(models: Models, carry: Carry, batch: Batch, options: RoundOptio
 
 def draft(models: Models, carry: Carry, batch: Batch, options: RoundOptions) -> DraftTree:
     """Drafts candidates in one pass of the drafter and grows the tree of `budget` nodes."""
-    rows = carry.slots
+    slots = carry.slots
     if options.budget == 0:
-        return root_only(rows.anchor)
-    candidates = models.drafting.propose(rows, carry.caches.drafter, batch.page_table)
-    return grow_tree(rows.anchor, candidates, options.budget, rows.budget)
+        return root_only(slots.anchor)
+    candidates = models.drafting.propose(slots, carry.caches.drafter, batch.page_table)
+    return grow_tree(slots.anchor, candidates, options.budget, slots.budget)
 
 
 def verify(models: Models, carry: Carry, batch: Batch, tree: DraftTree) -> Verified:
@@ -156,12 +156,12 @@ def verify(models: Models, carry: Carry, batch: Batch, tree: DraftTree) -> Verif
 
 def accept(models: Models, carry: Carry, batch: Batch, verified: Verified, options: RoundOptions) -> Accepted:
     """The target chooses a token at every row; the path that agrees with it is accepted."""
-    tree, rows, vocab = verified.tree, carry.slots, models.target.vocab
+    tree, slots, vocab = verified.tree, carry.slots, models.target.vocab
     logits = models.target.logits(verified.output.hidden)
     mode, depth = options.sampling, max_depth(models, options)
-    scores = process_logits(logits, tree, rows, vocab) if mode.processed else logits
+    scores = process_logits(logits, tree, slots, vocab) if mode.processed else logits
     scores = forbid(scores, batch.allowed, vocab)
-    path = confirm(tree, sample(scores, tree.depths, rows, vocab, mode.level, depth), depth)
+    path = confirm(tree, sample(scores, tree.depths, slots, vocab, mode.level, depth), depth)
     if not mode.log_probs:
         return Accepted(path, no_log_probs(logits.shape[0]))
     return Accepted(path, log_prob_rows(along(path, logits), path.tokens, vocab))
@@ -171,12 +171,12 @@ def commit(
     models: Models, carry: Carry, batch: Batch, verified: Verified, accepted: Accepted, options: RoundOptions
 ) -> tuple[Carry, RoundResult]:
     """Writes the accepted rows, and only those, into both caches, emits their tokens and moves the anchor."""
-    rows, path = carry.slots, accepted.path
+    slots, path = carry.slots, accepted.path
     width = path.nodes.shape[1]
-    live = ~rows.finished & (rows.length + jnp.minimum(width, rows.remaining) <= batch.capacity)
-    count, finished = emitted_tokens(rows, path, live)
+    live = ~slots.finished & (slots.length + jnp.minimum(width, slots.remaining) <= batch.capacity)
+    count, finished = emitted_tokens(slots, path, live)
     places = jnp.arange(width)
-    positions = rows.length[:, None] + places
+    positions = slots.length[:, None] + places
     keep = places < count[:, None]
     output = dataclasses.replace(
         verified.output,
@@ -186,12 +186,12 @@ def commit(
     caches = write_caches(models, carry.caches, output, batch.page_table, positions, keep)
     newest = jnp.take_along_axis(path.tokens, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
     if options.sampling.processed:
-        rows = count_tokens(rows, path.tokens, count, models.target.vocab)
-    rows = dataclasses.replace(
-        rows,
-        anchor=jnp.where(count > 0, newest, rows.anchor),
-        length=rows.length + count,
-        remaining=rows.remaining - count,
+        slots = count_tokens(slots, path.tokens, count, models.target.vocab)
+    slots = dataclasses.replace(
+        slots,
+        anchor=jnp.where(count > 0, newest, slots.anchor),
+        length=slots.length + count,
+        remaining=slots.remaining - count,
         finished=finished,
     )
     result = RoundResult(
@@ -202,7 +202,7 @@ def commit(
         finished=finished,
         log_probs=accepted.log_probs,
     )
-    return Carry(caches, rows), result
+    return Carry(caches, slots), result
 
 
 def max_depth(models: Models, options: RoundOptions) -> int:

@@ -64,28 +64,28 @@ def mode_of(batch: Iterable[SamplingParams]) -> SamplingMode:
 
 
 def sample(
-    logits: jax.Array, depths: jax.Array, rows: SlotTable, vocab: VocabShard, level: SamplingLevel, max_depth: int
+    logits: jax.Array, depths: jax.Array, slots: SlotTable, vocab: VocabShard, level: SamplingLevel, max_depth: int
 ) -> jax.Array:
     """The target's own next token at every row of a tree.
 
     Args:
       logits: float32 [batch, rows, vocab / devices]; row i stands at depth `depths[i]` after the anchor.
       depths: int32 [batch, rows], 0 to `max_depth`.
-      rows: of the requests of the batch.
+      slots: of the requests of the batch.
       vocab: the tokens that this device holds logits of.
     Returns:
       int32 [batch, rows].
     """
     if level == SamplingLevel.GREEDY:
         return vocab.argmax(logits)
-    hot = (rows.temperature > 0)[:, None, None]
-    scores = logits / jnp.where(hot, rows.temperature[:, None, None], 1.0)
+    hot = (slots.temperature > 0)[:, None, None]
+    scores = logits / jnp.where(hot, slots.temperature[:, None, None], 1.0)
     if level == SamplingLevel.FILTERED:
-        scores = jnp.where(hot & ~kept(scores, rows, vocab), -jnp.inf, scores)
+        scores = jnp.where(hot & ~kept(scores, slots, vocab), -jnp.inf, scores)
     # The token after a row at depth d has position length + d + 1. Rows of equal depth share their noise: at most one
     # of them is on the accepted path.
-    positions = rows.length[:, None] + 1 + jnp.arange(max_depth + 1)
-    noise = gumbel_noise(rows.seed, rows.choice, positions, vocab)
+    positions = slots.length[:, None] + 1 + jnp.arange(max_depth + 1)
+    noise = gumbel_noise(slots.seed, slots.choice, positions, vocab)
     noise = jnp.take_along_axis(noise, depths[..., None], axis=1)  # [batch, rows, vocab / devices]
     return vocab.argmax(scores + jnp.where(hot, noise, 0.0))
 
@@ -109,7 +109,7 @@ def gumbel_noise(seed: jax.Array, choice: jax.Array, positions: jax.Array, vocab
     return jax.vmap(jax.vmap(one, (None, None, 0)))(seed, choice, positions)
 
 
-def kept(scores: jax.Array, rows: SlotTable, vocab: VocabShard) -> jax.Array:
+def kept(scores: jax.Array, slots: SlotTable, vocab: VocabShard) -> jax.Array:
     """Which tokens survive top-k, then top-p, then min-p; equal scores are kept or dropped together.
 
     Args:
@@ -118,17 +118,17 @@ def kept(scores: jax.Array, rows: SlotTable, vocab: VocabShard) -> jax.Array:
       bool of the same shape.
     """
     order = _ordered_bits(scores)
-    top_k = rows.top_k[:, None]
+    top_k = slots.top_k[:, None]
     kth = _largest_threshold(order, jnp.ones_like(scores), top_k.astype(jnp.float32), vocab)
     keep = (top_k == 0)[..., None] | (order >= kth[..., None])
 
     peak = vocab.max(scores.max(-1))[..., None]
     mass = jnp.where(keep, jnp.exp(scores - peak), 0.0)
-    top_p = rows.top_p[:, None]
+    top_p = slots.top_p[:, None]
     wanted = top_p * vocab.sum(mass.sum(-1))
     nucleus = _largest_threshold(order, mass, wanted, vocab)
     keep &= (top_p >= 1)[..., None] | (order >= nucleus[..., None])
-    return keep & (jnp.exp(scores - peak) >= rows.min_p[:, None, None])
+    return keep & (jnp.exp(scores - peak) >= slots.min_p[:, None, None])
 
 
 def _ordered_bits(x: jax.Array) -> jax.Array:

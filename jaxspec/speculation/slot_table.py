@@ -1,7 +1,7 @@
-"""What the device knows of every slot between calls: one table, a row a slot, its columns declared once.
+"""What the device knows of every slot between calls: one table, an entry a slot, its columns declared once.
 
-The host fills rows in when it admits a request; a call takes the rows of its batch, a round changes some of their
-columns, and those are put back.
+The host fills entries in when it admits a request; a call takes those of its batch, a round changes some of their
+columns, and these are put back.
 """
 
 import dataclasses
@@ -124,7 +124,7 @@ def _count_answer(entry: np.ndarray, request: AdmittedRequest) -> None:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SlotTable:
-    """One row a slot, or, within a call, one for each request of the batch.
+    """One entry a slot, or, within a call, one for each request of the batch.
 
     Attributes:
       anchor: the newest committed token; the target has not processed it yet.
@@ -191,35 +191,35 @@ def slot_specs(layout: Layout) -> SlotTable:
     return SlotTable(**specs)
 
 
-def admitted_rows(
+def filled_columns(
     requests: Sequence[AdmittedRequest], count: int, vocab: int, *, per_token: bool
 ) -> dict[str, np.ndarray]:
-    """The columns of requests about to decode, `count` rows each; the rows past the last request are empty.
+    """The columns of requests about to decode, `count` entries each; those past the last request are empty.
 
     Args:
       per_token: whether to fill in the columns that span the vocabulary, too.
     """
-    rows = {name: COLUMNS[name].empty(count, vocab) for name in column_names(per_token=per_token)}
-    for name, entries in rows.items():
+    columns = {name: COLUMNS[name].empty(count, vocab) for name in column_names(per_token=per_token)}
+    for name, entries in columns.items():
         for place, request in enumerate(requests):
             COLUMNS[name].fill(entries[place, ...], request)
-    return rows
+    return columns
 
 
-def admit(table: SlotTable, slots: jax.Array, rows: dict[str, jax.Array]) -> SlotTable:
+def admit(table: SlotTable, slots: jax.Array, columns: dict[str, jax.Array]) -> SlotTable:
     """Writes columns of the requests that take over `slots`, int32 [requests]; a slot past the last is nobody's."""
     return dataclasses.replace(
-        table, **{name: getattr(table, name).at[slots].set(column, mode="drop") for name, column in rows.items()}
+        table, **{name: getattr(table, name).at[slots].set(column, mode="drop") for name, column in columns.items()}
     )
 
 
 def take(table: SlotTable, slots: jax.Array) -> SlotTable:
-    """The rows of `slots`, int32 [batch]; a slot past the last gives a finished row."""
-    rows = jax.tree.map(lambda column: column.at[slots].get(mode="clip"), table)
-    return dataclasses.replace(rows, finished=rows.finished | (slots >= table.finished.shape[0]))
+    """The entries of `slots`, int32 [batch]; a slot past the last gives a finished one."""
+    taken = jax.tree.map(lambda column: column.at[slots].get(mode="clip"), table)
+    return dataclasses.replace(taken, finished=taken.finished | (slots >= table.finished.shape[0]))
 
 
-def put(table: SlotTable, slots: jax.Array, rows: SlotTable, *, per_token: bool) -> SlotTable:
-    """Writes back the columns that rounds change; rows of a slot past the last are dropped."""
+def put(table: SlotTable, slots: jax.Array, changed: SlotTable, *, per_token: bool) -> SlotTable:
+    """Writes back the columns that rounds change; those of a slot past the last are dropped."""
     names = [name for name in column_names(per_token=per_token) if COLUMNS[name].changes]
-    return admit(table, slots, {name: getattr(rows, name) for name in names})
+    return admit(table, slots, {name: getattr(changed, name) for name in names})

@@ -11,9 +11,9 @@ from jaxspec.speculation.slot_table import (
     COLUMNS,
     SlotTable,
     admit,
-    admitted_rows,
     column_names,
     empty_slots,
+    filled_columns,
     put,
     take,
 )
@@ -57,7 +57,7 @@ def test_a_request_fills_its_row_and_no_other() -> None:
         max_tokens=20,
     )
     request = Asked([1, 2, 2], [8, 8], sampling)
-    rows = admitted_rows([request], 2, VOCAB, per_token=True)
+    rows = filled_columns([request], 2, VOCAB, per_token=True)
     found = {name: column[0].tolist() for name, column in rows.items()}
     assert (found["anchor"], found["length"], found["remaining"], found["finished"]) == (8, 4, 18, False)
     assert found["stop_ids"][:3] == [3, 5, -1]
@@ -74,7 +74,7 @@ def test_a_request_fills_its_row_and_no_other() -> None:
 
 
 def test_greedy_requests_and_unset_budgets_have_their_own_values() -> None:
-    rows = admitted_rows([Asked([1], [], SamplingParams(temperature=1e-6))], 1, VOCAB, per_token=False)
+    rows = filled_columns([Asked([1], [], SamplingParams(temperature=1e-6))], 1, VOCAB, per_token=False)
     assert rows["temperature"][0] == 0
     assert rows["budget"][0] == MAX_BUDGET
     assert "generated" not in rows
@@ -83,9 +83,9 @@ def test_greedy_requests_and_unset_budgets_have_their_own_values() -> None:
 def test_a_request_without_processors_undoes_what_the_slots_last_one_left() -> None:
     asked = Asked([1], [], SamplingParams(repetition_penalty=2.0, logit_bias=((4, 1.0),), presence_penalty=1.0))
     slots = np.array([2], np.int32)
-    left = admit(table(), slots, admitted_rows([asked], 1, VOCAB, per_token=True))
+    left = admit(table(), slots, filled_columns([asked], 1, VOCAB, per_token=True))
     assert float(left.repetition[2]) == 2.0
-    after = admit(left, slots, admitted_rows([Asked([1], [], SamplingParams())], 1, VOCAB, per_token=False))
+    after = admit(left, slots, filled_columns([Asked([1], [], SamplingParams())], 1, VOCAB, per_token=False))
     for name in ("repetition", "presence", "frequency", "bias", "bias_ids"):
         np.testing.assert_array_equal(getattr(after, name), getattr(table(), name))
 

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from jaxspec.serve.checks import distinct, one_of, within
 from jaxspec.serve.cli.bench_share import ShareSettings, print_share, time_share
-from jaxspec.serve.cli.options import DTYPES, Devices, distinct, integers, one_of, within
+from jaxspec.serve.cli.options import DTYPES, Devices, integers
 from jaxspec.serve.cli.startup import StartUp, bad_input, use_compilation_cache
 
 if TYPE_CHECKING:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from jaxspec.serve.cli.options import LARGEST_COUNT, LARGEST_SEED, decimals, distinct, integers, within
+from jaxspec.serve.checks import distinct, within
+from jaxspec.serve.cli.options import LARGEST_COUNT, LARGEST_SEED, decimals, integers
 from jaxspec.serve.cli.startup import bad_input, say
 
 if TYPE_CHECKING:

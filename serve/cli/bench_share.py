@@ -4,7 +4,8 @@ import sys
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from jaxspec.serve.cli.options import DTYPES, distinct, one_of, within
+from jaxspec.serve.checks import distinct, one_of, within
+from jaxspec.serve.cli.options import DTYPES
 from jaxspec.serve.cli.startup import StartUp
 
 

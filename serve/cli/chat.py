@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from jaxspec.serve.cli.options import LARGEST_COUNT, LARGEST_SEED, within
+from jaxspec.serve.checks import within
+from jaxspec.serve.cli.options import LARGEST_COUNT, LARGEST_SEED
 from jaxspec.serve.cli.startup import bad_input, say
 
 if TYPE_CHECKING:

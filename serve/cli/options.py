@@ -1,7 +1,6 @@
-"""Options that several commands have, and checks: several numbers in one, and limits."""
+"""Options that several commands have, and those whose text holds several numbers or a number of bytes."""
 
 import re
-from collections.abc import Sequence
 from typing import Annotated
 
 from typer import Option
@@ -41,25 +40,6 @@ def byte_count(option: str, text: str) -> int:
         raise ValueError(f"{option}: found {text!r}, expected a number with KB, MB, GB, TB or KiB, MiB, GiB, TiB")
     number, prefix, binary = found.groups()
     return int(float(number) * (1024 if binary else 1000) ** ("KMGT".index(prefix) + 1))
-
-
-def distinct(option: str, numbers: Sequence[float]) -> None:
-    """Raises ValueError, naming the option, where a number comes twice."""
-    for place, number in enumerate(numbers):
-        if number in numbers[:place]:
-            raise ValueError(f"{option}: found {number:g} twice, expected different numbers")
-
-
-def within(option: str, value: float, low: float, high: float) -> None:
-    """Raises ValueError, naming the option, unless low <= value <= high (NaN never is)."""
-    if not low <= value <= high:
-        raise ValueError(f"{option}: found {value}, expected {low} to {high}")
-
-
-def one_of(option: str, value: str, names: Sequence[str]) -> None:
-    """Raises ValueError, naming the option, for any other name."""
-    if value not in names:
-        raise ValueError(f"{option}: found {value!r}, expected {', '.join(names)}")
 
 
 def _parts(option: str, text: str, kind: type, expected: str) -> list[str]:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from jaxspec.config import EngineConfig, SpeculationConfig
-from jaxspec.serve.cli.options import Devices, ExpertLayout, MemoryFraction, ShardCache, one_of
+from jaxspec.serve.checks import one_of
+from jaxspec.serve.cli.options import Devices, ExpertLayout, MemoryFraction, ShardCache
 from jaxspec.serve.cli.startup import StartUp, bad_input, banner, say, use_compilation_cache
 from jaxspec.serve.runtime.logs import FORMATS, use_log_format
 from jaxspec.serve.runtime.warm_up import WARM_UPS, warm_up

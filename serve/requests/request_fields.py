@@ -3,12 +3,12 @@
 from typing import Any
 
 from google.protobuf.message import Message
-from google.protobuf.unknown_fields import UnknownFieldSet
 from grpc import StatusCode
 
 from jaxspec.config import SamplingParams
 from jaxspec.engine.grammar import Grammar
 from jaxspec.serve.runtime.refusal import Refusal, invalid
+from jaxspec.serve.runtime.unknown_fields import check_known
 from jaxspec.v1.generation_pb2 import GenerateRequest
 
 # Fields that become a field of SamplingParams.
@@ -61,16 +61,6 @@ MAX_PARTS = 16384  # of a repeated field that holds messages
 def check_fields(request: GenerateRequest) -> None:
     """Raises Refusal, naming the field, where one is set that the server does not act on."""
     _check_fields(request, "", whole=False)
-
-
-def check_known(message: Message, where: str = "request") -> None:
-    """Raises Refusal where the message itself, not what is inside it, has a field that the protos here do not know."""
-    for unknown in UnknownFieldSet(message):
-        raise Refusal(
-            StatusCode.UNIMPLEMENTED,
-            f"{where}: found field number {unknown.field_number}, which this server does not know; leave it unset",
-            field=where,
-        )
 
 
 def sampling_values(request: GenerateRequest) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jaxspec.serve.cli.options import within
+from jaxspec.serve.checks import within
 from jaxspec.serve.runtime.security import Security, is_loopback
 
 LONGEST_SECONDS = 7 * 86400.0

@@ -12,7 +12,7 @@ from jaxspec.serve.runtime.health import Health
 from jaxspec.serve.runtime.metrics import Metrics
 from jaxspec.serve.runtime.refusal import invalid
 from jaxspec.serve.runtime.server_config import ServerConfig
-from jaxspec.serve.services.generation_service import statistics_message
+from jaxspec.serve.services.messages import statistics_message
 from jaxspec.v1 import generation_pb2, model_pb2
 from jaxspec.v1.model_pb2_grpc import ModelServiceServicer
 

@@ -10,6 +10,7 @@ from grpc import StatusCode
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from jaxspec.engine.engine import Engine
 from jaxspec.engine.request import EngineLoad
 from jaxspec.serve.requests.answering import Answerer
 from jaxspec.serve.requests.open_requests import OpenRequests
@@ -58,7 +59,7 @@ class Server:
         self,
         config: ServerConfig,
         slots: int,
-        load: Callable[[], Any],
+        load: Callable[[], Engine],
         report: Callable[[str], None],
         tracing: Tracing | None = None,
     ):

@@ -18,7 +18,9 @@ from jaxspec.serve.runtime.logs import FORMATS, use_log_format
 from jaxspec.serve.runtime.warm_up import WARM_UPS, warm_up
 
 if TYPE_CHECKING:
+    from jaxspec.engine.engine import Engine
     from jaxspec.serve.runtime.server_config import ServerConfig
+    from jaxspec.serve.runtime.tracing import Tracing
 
 Option = typer.Option
 METRICS_COMPAT = DIALECTS = ("none", "vllm")
@@ -135,7 +137,7 @@ def serve_command(
     use_compilation_cache()
     start_up = StartUp()
 
-    def load() -> Any:
+    def load() -> "Engine":
         from jaxspec.engine.engine import Engine
 
         engine = Engine.from_checkpoints(
@@ -154,7 +156,7 @@ def serve_command(
 
 
 async def _run(
-    config: "ServerConfig", slots: int, load: Callable[[], Any], start_up: StartUp, tracing: Any
+    config: "ServerConfig", slots: int, load: Callable[[], "Engine"], start_up: StartUp, tracing: "Tracing | None"
 ) -> tuple[int, bool]:
     """Runs the server; returns the exit code, and whether its engine thread has ended."""
     from jaxspec.serve.server import Server

@@ -11,6 +11,7 @@ from typing import Any
 
 from grpc import StatusCode
 
+from jaxspec.engine.finish_reason import FinishReason
 from jaxspec.engine.request import RequestStatistics
 from jaxspec.serve.requests.open_requests import OpenRequests
 from jaxspec.serve.requests.request_fields import (
@@ -100,7 +101,7 @@ class Answerer:
                 finally:
                     self._requests.close(answering.stream)
                     for clock in answering.clocks:
-                        clock.closed("error" if answering.stream.failed else "abort")
+                        clock.closed("error" if answering.stream.failed else FinishReason.ABORT)
                     self._log(answering, context)
         except TimeoutError:
             raise Refusal(

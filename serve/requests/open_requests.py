@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from grpc import StatusCode
 
 from jaxspec.config import SamplingParams
+from jaxspec.engine.finish_reason import FinishReason
 from jaxspec.engine.request import RequestOutput
 from jaxspec.serve.requests.request_fields import refused_by_engine
 from jaxspec.serve.requests.streams import ChoiceStream, RequestStream
@@ -133,13 +134,13 @@ class OpenRequests:
         for choice, job in zip(stream.choices, jobs, strict=True):
             if choice.ending is None:
                 self._engine.abort(job)
-        stream.end("abort")
+        stream.end(FinishReason.ABORT)
 
     def _deliver(self, stream: RequestStream, choice: ChoiceStream, job: Job, output: RequestOutput) -> None:
         self._metrics.rounds(output.rounds)
         if output.queued_seconds is not None:
             self._metrics.queue_time.observe(output.queued_seconds)
-        if output.finish_reason == "grammar":
+        if output.finish_reason is FinishReason.GRAMMAR:
             stream.fail(
                 Refusal(
                     StatusCode.FAILED_PRECONDITION,

@@ -5,8 +5,7 @@ from typing import Any
 from google.protobuf.message import Message
 from grpc import StatusCode
 
-from jaxspec.config import SamplingParams
-from jaxspec.engine.grammar import Grammar
+from jaxspec.config import Grammar, SamplingParams
 from jaxspec.serve.runtime.refusal import Refusal, invalid
 from jaxspec.serve.runtime.unknown_fields import check_known
 from jaxspec.v1.generation_pb2 import GenerateRequest

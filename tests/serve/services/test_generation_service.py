@@ -11,8 +11,7 @@ from google.rpc import error_details_pb2
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 from grpc_status import rpc_status
 
-from jaxspec.config import SamplingParams
-from jaxspec.engine.grammar import Grammar
+from jaxspec.config import Grammar, SamplingParams
 from jaxspec.v1 import admin_pb2
 from jaxspec.v1 import generation_pb2 as pb
 from tests.support.requests import GREEDY, begun, load, request, streamed, wait_until

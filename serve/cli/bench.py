@@ -76,7 +76,7 @@ def bench_command(
 
 @dataclass(frozen=True)
 class Settings:
-    """What is timed; the options of the command."""
+    """What is timed, as the command's options say it."""
 
     shape: str
     budgets: list[int]
@@ -107,13 +107,13 @@ class Settings:
         within("--context", self.context, 1, room)
 
     def speculation(self, budget: int) -> Any:
-        """The engine's setting for one budget."""
+        """Returns the engine's setting for one budget."""
         from jaxspec.config import SpeculationConfig
 
         return SpeculationConfig(budget=budget, top_k_cap=self.top_k_cap, rounds_per_call=self.rounds_per_call)
 
     def pair(self) -> Any:
-        """The two models' configs."""
+        """Returns the two models' configs."""
         from jaxspec.benchmark.shapes import SHAPES
 
         pair = SHAPES[self.shape]

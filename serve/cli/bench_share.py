@@ -11,7 +11,7 @@ from jaxspec.serve.cli.startup import StartUp
 
 @dataclass(frozen=True)
 class ShareSettings:
-    """What is timed; the options of the command."""
+    """What is timed, as the command's options say it."""
 
     shape: str
     shard: int

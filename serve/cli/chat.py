@@ -50,11 +50,12 @@ def chat_command(
 
 
 class Chat:
-    """A conversation that goes on.
+    """Asks a server line by line, each time with the whole conversation so far.
 
     Args:
-      options: of every request.
-      system: the message that the conversation begins with.
+      server: the one that answers.
+      options: a request without its conversation, copied for each question.
+      system: the message that the conversation begins with, if any.
     """
 
     def __init__(self, server: "ServerAddress", options: Any, system: str | None):
@@ -118,7 +119,7 @@ class Chat:
 
 
 def _read() -> str | None:
-    """The next line, without what surrounds it; None at the end."""
+    """Reads the next line, without the blanks around it; returns None at the end."""
     try:
         return input("> " if sys.stdin.isatty() else "").strip()
     except (EOFError, KeyboardInterrupt):

@@ -95,7 +95,7 @@ def _run(
 
 
 def _mapping(plan: "ConversionPlan") -> list[dict[str, Any]]:
-    """For each weight: its name in the source, ours, its shape and the parts that hold it."""
+    """Lists for each weight its name in the source and here, its shape and the parts that hold it."""
     rows: dict[str, dict[str, Any]] = {}
     for part in plan.parts:
         for slab in part.slabs:
@@ -107,7 +107,7 @@ def _mapping(plan: "ConversionPlan") -> list[dict[str, Any]]:
 
 @contextmanager
 def _progress(verb: str, parts: "tuple[Part, ...]") -> "Iterator[Callable[[Part], None]]":
-    """Shows finished parts on stderr: a bar on a terminal, a line a part elsewhere."""
+    """Shows finished parts on stderr, as a bar on a terminal and as a line for each part elsewhere."""
     total = sum(part.nbytes for part in parts)
     if not sys.stderr.isatty():
         done = 0

@@ -20,7 +20,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 
 def integers(option: str, text: str) -> list[int]:
-    """ "0,16,32" → [0, 16, 32].
+    """Reads whole numbers with commas between, "0,16,32".
 
     Raises:
       ValueError: naming the option and what was found.
@@ -29,12 +29,12 @@ def integers(option: str, text: str) -> list[int]:
 
 
 def decimals(option: str, text: str) -> list[float]:
-    """ "0,0.7" → [0.0, 0.7]; raises as `integers` does."""
+    """Reads numbers with commas between, "0,0.7"; raises as `integers` does."""
     return [float(number) for number in _parts(option, text, float, "numbers")]
 
 
 def byte_count(option: str, text: str) -> int:
-    """ "96GB" → 96 · 10⁹, "80GiB" → 80 · 2³⁰; raises ValueError, naming the option, for anything else."""
+    """Reads a number of bytes, "96GB" or "80GiB"; raises ValueError, naming the option, for anything else."""
     found = re.fullmatch(r"\s*([0-9]{1,12}(?:\.[0-9]+)?)\s*([KMGT])(i?)B\s*", text)
     if found is None:
         raise ValueError(f"{option}: found {text!r}, expected a number with KB, MB, GB, TB or KiB, MiB, GiB, TiB")

@@ -77,7 +77,7 @@ def plan_command(
 
 
 def _report(plan: "Plan", room: int, bandwidth: int) -> dict[str, Any]:
-    """The plan as plain values: bytes of one device unless they say otherwise, seconds."""
+    """Returns the plan as plain values: bytes, of one device unless the name says otherwise, and seconds."""
     plain = plan.read_bytes(1)
     context = min(CONTEXT, plan.max_context)
     draft = plan.draft_bytes()

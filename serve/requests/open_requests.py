@@ -23,7 +23,7 @@ class OpenRequests:
     """Keeps requests by id, from admission to the end of their calls.
 
     Args:
-      engine: that answers them.
+      engine: answers them.
       health: tells whether new ones are welcome.
       metrics: counts the rounds.
       capacity: choices that may be open at once, in slots or waiting.
@@ -112,7 +112,7 @@ class OpenRequests:
 
     @property
     def ids(self) -> list[str]:
-        """Of the open requests."""
+        """The ids of the open requests."""
         return list(self._requests)
 
     def fail_all(self, refusal: Refusal) -> None:

@@ -50,17 +50,17 @@ class Piece:
 
 
 class ChoiceStream:
-    """One choice: turns the engine's outputs into pieces, and ends where a stop string does.
+    """Turns the engine's outputs for one choice into pieces, and ends where a stop string does.
 
     Args:
-      index: of the choice.
+      index: the choice's number.
       text: makes the text, or None where nobody wants any.
       include_stop: whether the text of a stop token is part of the text.
       depth: tokens that the drafter drafts in one pass.
 
     Attributes:
       ending: None until the answer ended.
-      statistics: of the rounds whose tokens are part of the answer.
+      statistics: what speculation did in the rounds whose tokens are part of the answer.
     """
 
     def __init__(self, index: int, text: TextStream | None, include_stop: bool, depth: int):
@@ -100,7 +100,7 @@ class ChoiceStream:
             self._piece.ending = self.ending = ending
 
     def take(self) -> Piece | None:
-        """What came since the last time, or None."""
+        """Returns what came since the last time, or None."""
         piece = self._piece
         if not (piece.tokens or piece.text or piece.ending):
             return None
@@ -126,8 +126,8 @@ class RequestStream:
     """All choices of one request, for the one coroutine that reads them.
 
     Attributes:
-      id: of the request.
-      choices: in order.
+      id: the request's.
+      choices: all of them, in order.
     """
 
     def __init__(self, id: str, choices: Sequence[ChoiceStream]):
@@ -162,7 +162,7 @@ class RequestStream:
         self._news.set()
 
     async def pieces(self) -> AsyncIterator[Piece]:
-        """Everything new, joined by choice, until all choices ended.
+        """Yields everything new, joined by choice, until all choices ended.
 
         Raises:
           Refusal: the request failed; what came before that is still given first.

@@ -44,7 +44,7 @@ def _generate(engine: "Engine", prompts: list[list[int]], sampling: SamplingPara
 
 
 def _prompt_lengths(longest: int) -> Iterator[int]:
-    """One for each size of chunk that prompts are processed in."""
+    """Yields a length for each size of chunk that prompts are processed in."""
     length = SMALLEST_PROMPT
     while length < longest:
         yield length

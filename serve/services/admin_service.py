@@ -20,7 +20,7 @@ MAX_IDS = 10_000
 
 
 class AdminService(AdminServiceServicer):
-    """The service over one engine.
+    """Serves operators of one engine.
 
     Args:
       drain_seconds: how long Drain waits where the call doesn't say.

@@ -9,13 +9,13 @@ from jaxspec.v1.generation_pb2_grpc import GenerationServiceServicer
 
 
 class GenerationService(GenerationServiceServicer):
-    """The service over one engine."""
+    """Answers requests with one engine."""
 
     def __init__(self, answerer: Answerer):
         self._answerer = answerer
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> pb.GenerateResponse:
-        """Answers once."""
+        """Answers once, with everything."""
         async with self._answerer.answering(request, context) as answering:
             choices = [pb.Choice(index=choice.index) for choice in answering.stream.choices]
             prompt_logprobs: list[pb.TokenLogProbs] = []
@@ -39,7 +39,7 @@ class GenerationService(GenerationServiceServicer):
             )
 
     async def GenerateStream(self, request: pb.GenerateStreamRequest, context: Any) -> None:
-        """Answers as it comes."""
+        """Answers piece by piece, as tokens come."""
 
         async def write(**event: Any) -> None:
             await self._answerer.write(context, pb.GenerateStreamResponse(**event))

@@ -16,7 +16,7 @@ REASONS = {
 
 
 def statistics_message(statistics: RequestStatistics) -> pb.SpeculationStatistics:
-    """What speculation did."""
+    """Says what speculation did."""
     accepted, rounds, drafted = statistics.accepted, statistics.rounds, statistics.drafted
     return pb.SpeculationStatistics(
         rounds=rounds,
@@ -29,13 +29,13 @@ def statistics_message(statistics: RequestStatistics) -> pb.SpeculationStatistic
 
 
 def log_probs_message(entry: TokenLogProb) -> pb.TokenLogProbs:
-    """A token's log-probability, and those of the likeliest in its place."""
+    """Says a token's log-probability, and those of the likeliest in its place."""
     top = [pb.TopLogProb(token_id=token, logprob=log_prob) for token, log_prob in entry.top]
     return pb.TokenLogProbs(token_id=entry.token, logprob=entry.log_prob, top=top)
 
 
 def ending_message(ending: Ending, statistics: RequestStatistics) -> pb.Ending:
-    """How one choice ended, and what speculation did for it."""
+    """Says how one choice ended, and what speculation did for it."""
     message = pb.Ending(reason=REASONS[ending.reason], speculation=statistics_message(statistics))
     if ending.stop_token_id is not None:
         message.stop_token_id = ending.stop_token_id
@@ -45,7 +45,7 @@ def ending_message(ending: Ending, statistics: RequestStatistics) -> pb.Ending:
 
 
 def usage_message(answering: Answering) -> pb.Usage:
-    """How many tokens a request took."""
+    """Says how many tokens a request took."""
     return pb.Usage(
         prompt_tokens=answering.prompt_tokens,
         completion_tokens=answering.completion_tokens,

@@ -9,7 +9,7 @@ import threading
 import time
 from pathlib import Path
 
-from jaxspec.serve.cli.packaged import converted
+from jaxspec.serve.cli.demo_model import converted
 from tests.support.published import write_byte_tokenizer, write_model
 
 CONTEXT, SLOTS, QUEUE = 1024, 2, 8

@@ -11,7 +11,7 @@ import pytest
 from jaxspec.config import EngineConfig, SamplingParams
 from jaxspec.engine.engine import Engine
 from jaxspec.serve.cli.app import main
-from jaxspec.serve.cli.packaged import converted
+from jaxspec.serve.cli.demo_model import converted
 from tests.support.published import write_byte_tokenizer, write_model
 
 CONTEXT = 128

@@ -5,6 +5,8 @@ from typing import Annotated
 
 from typer import Option
 
+Budget = Annotated[int, Option(help="Tree nodes verified a round; 0 decodes plainly.")]
+TopKCap = Annotated[int, Option(help="Drafter's best tokens considered at each depth; 1 makes the tree a chain.")]
 Devices = Annotated[int, Option(help="Devices to spread the models over.")]
 ExpertLayout = Annotated[
     str, Option(help="tensor splits each expert over the devices, expert gives a device whole ones.")

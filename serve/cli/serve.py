@@ -12,7 +12,7 @@ import typer
 
 from jaxspec.config import EngineConfig, SpeculationConfig
 from jaxspec.serve.checks import one_of
-from jaxspec.serve.cli.options import Devices, ExpertLayout, MemoryFraction, ShardCache
+from jaxspec.serve.cli.options import Budget, Devices, ExpertLayout, MemoryFraction, ShardCache, TopKCap
 from jaxspec.serve.cli.startup import StartUp, bad_input, banner, say, use_compilation_cache
 from jaxspec.serve.runtime.logs import FORMATS, use_log_format
 from jaxspec.serve.runtime.warm_up import WARM_UPS, warm_up
@@ -36,10 +36,8 @@ def serve_command(
     port: Annotated[int, Option(help="Port to listen on; 0 takes a free one and says which.")] = 50051,
     dialect: Annotated[str, Option(help="vllm: also speak the API of the smg gateway, on a port of its own.")] = "none",
     dialect_port: Annotated[int, Option(help="Port of the dialect; 0 takes a free one.")] = 50052,
-    budget: Annotated[int, Option(help="Tree nodes verified a round; 0 decodes plainly.")] = SpeculationConfig.budget,
-    top_k_cap: Annotated[
-        int, Option(help="Drafter's best tokens considered at each depth; 1 makes the tree a chain.")
-    ] = SpeculationConfig.top_k_cap,
+    budget: Budget = SpeculationConfig.budget,
+    top_k_cap: TopKCap = SpeculationConfig.top_k_cap,
     devices: Devices = EngineConfig.devices,
     expert_layout: ExpertLayout = EngineConfig.expert_layout,
     shard_cache: ShardCache = EngineConfig.shard_cache,

@@ -29,6 +29,7 @@ lint: .venv/.installed-test $(LINKS)
 	$(BIN)/ruff format --check $(SOURCES)
 	MYPYPATH=$(LINKS) $(BIN)/mypy -p jaxspec
 	MYPYPATH=$(LINKS) $(BIN)/mypy scripts
+	cd $(LINKS) && $(CURDIR)/$(BIN)/lint-imports --no-logo --no-cache $(CURDIR)/pyproject.toml
 
 format: .venv/.installed-test
 	$(BIN)/ruff check --fix $(SOURCES)

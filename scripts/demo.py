@@ -14,8 +14,8 @@ from jaxspec.engine.engine import Engine
 from jaxspec.engine.request import RequestStatistics
 from jaxspec.model.text.tokenizer import Tokenizer
 from jaxspec.serve.cli.answer import Answer
+from jaxspec.serve.cli.demo_model import converted, packaged_gguf
 from jaxspec.serve.cli.demo_prompts import DEMO_PROMPTS
-from jaxspec.serve.cli.packaged import converted, packaged_gguf
 from jaxspec.serve.cli.startup import StartUp, bad_input, banner, say, use_compilation_cache
 
 ROOT = Path(__file__).resolve().parent.parent

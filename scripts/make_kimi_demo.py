@@ -38,7 +38,7 @@ from jaxspec.model.checkpoint.sources import open_source
 from jaxspec.model.families.config import ModelConfig, read_model_config
 from jaxspec.model.quantization.config import SCHEMES, QuantizationConfig, read_quantization
 from jaxspec.model.quantization.scheme import UNQUANTISED, Scheme
-from jaxspec.serve.cli.packaged import packaged_gguf
+from jaxspec.serve.cli.demo_model import packaged_gguf
 from jaxspec.serve.cli.startup import bad_input
 from jaxspec.sharding.arithmetic import cdiv
 

@@ -23,7 +23,7 @@ from typing import Annotated, Any
 import grpc
 import typer
 
-from jaxspec.serve.cli.options import within
+from jaxspec.serve.checks import within
 from jaxspec.serve.cli.startup import bad_input, say, use_compilation_cache
 from jaxspec.v1 import generation_pb2 as pb
 from jaxspec.v1 import model_pb2, model_pb2_grpc

@@ -1,4 +1,4 @@
-"""The server: a gRPC front on an event loop, one engine thread behind it, from the first byte listened to the last."""
+"""The server: gRPC on an event loop, one engine thread behind it, from the first byte listened to the last."""
 
 import asyncio
 import logging
@@ -10,6 +10,7 @@ from grpc import StatusCode
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from jaxspec.engine.engine import Engine
 from jaxspec.engine.request import EngineLoad
 from jaxspec.serve.requests.answering import Answerer
 from jaxspec.serve.requests.open_requests import OpenRequests
@@ -45,7 +46,7 @@ class Server:
 
     Args:
       config: how to listen, and limits.
-      slots: of the engine.
+      slots: the engine's.
       load: makes the engine, on the engine thread.
       report: gets each stage.
       tracing: makes spans of calls; by default none.
@@ -58,7 +59,7 @@ class Server:
         self,
         config: ServerConfig,
         slots: int,
-        load: Callable[[], Any],
+        load: Callable[[], Engine],
         report: Callable[[str], None],
         tracing: Tracing | None = None,
     ):
@@ -76,9 +77,9 @@ class Server:
             config.max_request_seconds,
             config.stalled_seconds,
         )
-        self._fronts = [self._own_front()]
+        self._grpc_servers = [self._own_server()]
         if config.dialect is not None:
-            self._fronts.append(self._dialect_front())
+            self._grpc_servers.append(self._dialect_server())
         self._metrics_server: Any = None
         self._stopping, self._stopping_now = asyncio.Event(), asyncio.Event()
         self._crashed = False
@@ -90,10 +91,10 @@ class Server:
         Raises:
           ValueError, OSError: a port can't be had, or the models can't be loaded.
         """
-        self.port = self._bind(self._fronts[0], "--port", self.port)
+        self.port = self._bind(self._grpc_servers[0], "--port", self.port)
         ports = f"port {self.port}"
-        for front in self._fronts[1:]:
-            self.dialect_port = self._bind(front, "--dialect-port", self.dialect_port)
+        for server in self._grpc_servers[1:]:
+            self.dialect_port = self._bind(server, "--dialect-port", self.dialect_port)
             ports += f", {self._config.dialect} on port {self.dialect_port}"
         if self.metrics_port is not None:
             try:
@@ -103,8 +104,8 @@ class Server:
                     f"--host, --metrics-port: found {self._host}, port {self.metrics_port}, which can't be listened "
                     f"on: {error.strerror or error}"
                 ) from None
-        for front in self._fronts:
-            await front.start()
+        for server in self._grpc_servers:
+            await server.start()
         await self._health.loading()
         self._report(f"listening on {self._host}, {ports}; not serving yet")
         return await _unless(self._stopping, self._load())
@@ -124,7 +125,7 @@ class Server:
 
     async def close(self) -> bool:
         """Ends all calls and threads; False where the engine thread still runs."""
-        await asyncio.gather(*(front.stop(GRACE_SECONDS) for front in self._fronts))
+        await asyncio.gather(*(server.stop(GRACE_SECONDS) for server in self._grpc_servers))
         if self._metrics_server is not None:
             await asyncio.to_thread(self._metrics_server.shutdown)
             self._metrics_server.server_close()
@@ -140,7 +141,7 @@ class Server:
         self._stopping.set()
 
     def describe(self) -> list[tuple[str, str]]:
-        """What is served and where, for a start-up banner."""
+        """Says what is served and where, as names and values for a start-up banner."""
         assert self._model is not None
         security = self._config.security
         guards = [
@@ -148,17 +149,17 @@ class Server:
             *(["client certificates"] if security.client_authority is not None else []),
             *(["bearer token"] if security.token is not None else []),
         ]
-        rows = [
+        facts = [
             ("model", self._model.name),
             *self._model.engine.describe(),
             ("queue", f"{self._config.queue} answers"),
             ("gRPC", f"{self._host}, port {self.port} ({', '.join(guards)})"),
         ]
         if self._config.dialect is not None:
-            rows.append((self._config.dialect, f"{self._host}, port {self.dialect_port}"))
+            facts.append((self._config.dialect, f"{self._host}, port {self.dialect_port}"))
         if self.metrics_port is not None:
-            rows.append(("metrics", f"http://{self._host}:{self.metrics_port}/metrics"))
-        return rows
+            facts.append(("metrics", f"http://{self._host}:{self.metrics_port}/metrics"))
+        return facts
 
     # Parts
 
@@ -177,46 +178,46 @@ class Server:
     def _host(self) -> str:
         return self._config.host.strip("[]")
 
-    def _bind(self, front: grpc.aio.Server, option: str, port: int) -> int:
-        """Takes a port; returns which. Raises ValueError where it can't be had."""
+    def _bind(self, server: grpc.aio.Server, option: str, port: int) -> int:
+        """Takes a port and returns which; raises ValueError where it can't be had."""
         address = f"[{self._host}]:{port}" if ":" in self._host else f"{self._host}:{port}"
         credentials = self._config.security.credentials()
         try:
             if credentials is None:
-                return front.add_insecure_port(address)
-            return front.add_secure_port(address, credentials)
+                return server.add_insecure_port(address)
+            return server.add_secure_port(address, credentials)
         except RuntimeError:
             raise ValueError(f"--host, {option}: found {address}, which can't be listened on; in use?") from None
 
-    def _own_front(self) -> grpc.aio.Server:
-        config, front = self._config, self._front()
-        generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationService(self._answerer), front)
+    def _own_server(self) -> grpc.aio.Server:
+        config, server = self._config, self._grpc_server()
+        generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationService(self._answerer), server)
         model = ModelService(self._loaded_model, self._engine, self._health, self._metrics, config)
-        model_pb2_grpc.add_ModelServiceServicer_to_server(model, front)
+        model_pb2_grpc.add_ModelServiceServicer_to_server(model, server)
         admin = AdminService(self._requests, self._engine, self._health, config.drain_seconds, config.profile_folder)
-        admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, front)
+        admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, server)
         if config.reflection:
-            reflection.enable_server_reflection((GENERATION, MODEL, ADMIN, HEALTH, reflection.SERVICE_NAME), front)
-        return front
+            reflection.enable_server_reflection((GENERATION, MODEL, ADMIN, HEALTH, reflection.SERVICE_NAME), server)
+        return server
 
-    def _dialect_front(self) -> grpc.aio.Server:
+    def _dialect_server(self) -> grpc.aio.Server:
         from smg_grpc_proto import vllm_engine_pb2_grpc
 
         from jaxspec.serve.services.vllm_service import VllmService
 
-        front = self._front()
+        server = self._grpc_server()
         service = VllmService(self._answerer, self._loaded_model, self._requests, self._health, self._config.target)
-        vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(service, front)
-        return front
+        vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(service, server)
+        return server
 
-    def _front(self) -> grpc.aio.Server:
-        front = grpc.aio.server(
+    def _grpc_server(self) -> grpc.aio.Server:
+        server = grpc.aio.server(
             interceptors=[Calls(self._config.security, self._metrics, self._tracing)],
             options=_channel_options(self._config),
             maximum_concurrent_rpcs=MAX_CALLS,
         )
-        health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, front)
-        return front
+        health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, server)
+        return server
 
     def _loaded_model(self) -> ServedModel:
         if self._model is None:
@@ -227,9 +228,9 @@ class Server:
         return None if self._engine.engine is None else self._engine.engine.load
 
 
-async def _unless(event: asyncio.Event, work: Coroutine[Any, Any, Any]) -> bool:
-    """Runs `work`, but drops it once `event` is set; whether it was done."""
-    task, stopped = asyncio.create_task(work), asyncio.create_task(event.wait())
+async def _unless(event: asyncio.Event, coroutine: Coroutine[Any, Any, Any]) -> bool:
+    """Runs a coroutine, but drops it once `event` is set; returns whether it was done."""
+    task, stopped = asyncio.create_task(coroutine), asyncio.create_task(event.wait())
     try:
         await asyncio.wait([task, stopped], return_when=asyncio.FIRST_COMPLETED)
         if task.done():

@@ -19,7 +19,7 @@ import hypothesis
 import jax
 import pytest
 
-from jaxspec.serve.cli.packaged import converted, packaged_gguf
+from jaxspec.serve.cli.demo_model import converted, packaged_gguf
 
 # These run in an environment of their own: `make test-gateway`.
 collect_ignore = ["gateway"]

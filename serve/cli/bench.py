@@ -1,16 +1,17 @@
 """`jaxspec bench`: what a plain step and a speculative round cost on the devices that are here."""
 
 import json
-import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from jaxspec.serve.checks import distinct, one_of, within
 from jaxspec.serve.cli.bench_share import ShareSettings, print_share, time_share
-from jaxspec.serve.cli.options import DTYPES, Devices, distinct, integers, one_of, within
+from jaxspec.serve.cli.options import DTYPES, Devices, integers
 from jaxspec.serve.cli.startup import StartUp, bad_input, use_compilation_cache
+from jaxspec.serve.cli.tables import console
 
 if TYPE_CHECKING:
     from jaxspec.benchmark.timing import RoundTiming
@@ -75,7 +76,7 @@ def bench_command(
 
 @dataclass(frozen=True)
 class Settings:
-    """What is timed; the options of the command."""
+    """What is timed, as the command's options say it."""
 
     shape: str
     budgets: list[int]
@@ -106,13 +107,13 @@ class Settings:
         within("--context", self.context, 1, room)
 
     def speculation(self, budget: int) -> Any:
-        """The engine's setting for one budget."""
+        """Returns the engine's setting for one budget."""
         from jaxspec.config import SpeculationConfig
 
         return SpeculationConfig(budget=budget, top_k_cap=self.top_k_cap, rounds_per_call=self.rounds_per_call)
 
     def pair(self) -> Any:
-        """The two models' configs."""
+        """Returns the two models' configs."""
         from jaxspec.benchmark.shapes import SHAPES
 
         pair = SHAPES[self.shape]
@@ -204,13 +205,11 @@ def _as_dict(name: str, timing: "RoundTiming", bandwidth: float) -> dict[str, An
 
 
 def _print_tables(report: dict[str, Any]) -> None:
-    from rich.console import Console
     from rich.table import Table
 
-    # Wide enough for the table where the output is no terminal.
-    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 120)
+    out = console()
     settings = report["settings"]
-    console.print(
+    out.print(
         f"{settings['shape']}, {settings['dtype']}, context {settings['context']}, batch {settings['batch']}, "
         f"{settings['devices']} × {report['device']}, jax {report['jax']}, "
         f"copy bandwidth {report['bandwidth'] / 1e9:.0f} GB/s"
@@ -233,16 +232,16 @@ def _print_tables(report: dict[str, Any]) -> None:
             )
         table.add_row("", "in the engine", f"{entry['engine_seconds'] * 1e3:.3f}", "", "", "", "")
         table.add_row("", "host wait", f"{entry['host_wait_seconds'] * 1e3:.3f}", "", "", "", "", end_section=True)
-    console.print(table)
-    console.print(
+    out.print(table)
+    out.print(
         "round: the engine's own program, calls dispatched ahead. The parts are compiled one by one, so their sum "
         "may exceed it. Host wait: a round in the engine less a round dispatched ahead."
     )
     for entry in report["rounds"]:
         if entry.get("kernels"):
-            console.print(_kernel_table(entry["name"], entry["kernels"]))
+            out.print(_kernel_table(entry["name"], entry["kernels"]))
         elif "kernels" in entry:
-            console.print(f"{entry['name']}: the trace holds no kernels of the device")
+            out.print(f"{entry['name']}: the trace holds no kernels of the device")
 
 
 def _kernel_table(name: str, kernels: list[dict[str, Any]]) -> Any:

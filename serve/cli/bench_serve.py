@@ -3,15 +3,16 @@
 import asyncio
 import itertools
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from jaxspec.serve.cli.options import LARGEST_COUNT, LARGEST_SEED, decimals, distinct, integers, within
+from jaxspec.serve.checks import distinct, within
+from jaxspec.serve.cli.options import LARGEST_COUNT, LARGEST_SEED, decimals, integers
 from jaxspec.serve.cli.startup import bad_input, say
+from jaxspec.serve.cli.tables import console
 
 if TYPE_CHECKING:
     from jaxspec.serve.client.client import ServerAddress
@@ -144,10 +145,8 @@ async def _run(
 
 
 def _print_table(report: dict[str, Any]) -> None:
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 140)
     table = Table()
     for column in (report["load"], "answered", "tokens/s", "requests/s", "τ", "cached"):
         table.add_column(column, justify="right")
@@ -166,7 +165,7 @@ def _print_table(report: dict[str, Any]) -> None:
             *(_pair(level[key]) for key in times.values()),
             ", ".join(f"{count} {code}" for code, count in level["errors"].items()),
         )
-    console.print(table)
+    console(140).print(table)
 
 
 def _pair(percentiles: dict[str, float] | None) -> str:

@@ -1,16 +1,17 @@
 """`jaxspec bench --shard`: what verification passes cost one device of a mesh, at the true sizes of its share."""
 
-import sys
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from jaxspec.serve.cli.options import DTYPES, distinct, one_of, within
+from jaxspec.serve.checks import distinct, one_of, within
+from jaxspec.serve.cli.options import DTYPES
 from jaxspec.serve.cli.startup import StartUp
+from jaxspec.serve.cli.tables import console
 
 
 @dataclass(frozen=True)
 class ShareSettings:
-    """What is timed; the options of the command."""
+    """What is timed, as the command's options say it."""
 
     shape: str
     shard: int
@@ -73,13 +74,11 @@ def time_share(settings: ShareSettings) -> dict[str, Any]:
 
 def print_share(report: dict[str, Any]) -> None:
     """Prints the report as a table."""
-    from rich.console import Console
     from rich.table import Table
 
-    # Wide enough for the table where the output is no terminal.
-    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 120)
+    out = console()
     settings = report["settings"]
-    console.print(
+    out.print(
         f"one of {settings['shard']} shares of {settings['shape']}, {settings['dtype']}, "
         f"{report['weight_bytes'] / 1e9:.2f} GB of weights, no collectives, {report['device']}, "
         f"jax {report['jax']}, copy bandwidth {report['bandwidth'] / 1e9:.0f} GB/s"
@@ -98,4 +97,4 @@ def print_share(report: dict[str, Any]) -> None:
             f"{one['bytes_moved'] / report['bandwidth'] * 1e3:.2f}",
             f"{one['bound_share']:.0%}",
         )
-    console.print(table)
+    out.print(table)

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from jaxspec.serve.cli.options import LARGEST_COUNT, LARGEST_SEED, within
+from jaxspec.serve.checks import within
+from jaxspec.serve.cli.options import LARGEST_COUNT, LARGEST_SEED
 from jaxspec.serve.cli.startup import bad_input, say
 
 if TYPE_CHECKING:
@@ -49,11 +50,12 @@ def chat_command(
 
 
 class Chat:
-    """A conversation that goes on.
+    """Asks a server line by line, each time with the whole conversation so far.
 
     Args:
-      options: of every request.
-      system: the message that the conversation begins with.
+      server: the one that answers.
+      options: a request without its conversation, copied for each question.
+      system: the message that the conversation begins with, if any.
     """
 
     def __init__(self, server: "ServerAddress", options: Any, system: str | None):
@@ -117,7 +119,7 @@ class Chat:
 
 
 def _read() -> str | None:
-    """The next line, without what surrounds it; None at the end."""
+    """Reads the next line, without the blanks around it; returns None at the end."""
     try:
         return input("> " if sys.stdin.isatty() else "").strip()
     except (EOFError, KeyboardInterrupt):

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from jaxspec.serve.cli.startup import bad_input
+
 if TYPE_CHECKING:
     from jaxspec.model.checkpoint.conversion import ConversionPlan
     from jaxspec.sharding.checkpoint.manifest import Part
@@ -29,12 +31,9 @@ def convert_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False,
 ) -> None:
     """Convert a published target or DFlash drafter into the layout that jaxspec loads."""
-    try:
-        say = (lambda line: None) if as_json else print
+    say = (lambda line: None) if as_json else print
+    with bad_input():
         report = _run(source, output, kind, dtype, resume, overwrite, dry_run, verify, say)
-    except (ValueError, OSError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        raise SystemExit(2) from None
     if as_json:
         print(json.dumps(report))
 
@@ -79,10 +78,10 @@ def _run(
     for note in plan.notes:
         say(f"note: {note}")
     if dry_run:
-        rows = _mapping(plan)
-        for row in rows:
-            say(f"{row['source']} -> {row['name']}  {row['shape']}  part {', '.join(row['parts'])}")
-        return report | {"dry_run": True, "mapping": rows}
+        mapping = _mapping(plan)
+        for weight in mapping:
+            say(f"{weight['source']} -> {weight['name']}  {weight['shape']}  part {', '.join(weight['parts'])}")
+        return report | {"dry_run": True, "mapping": mapping}
     if not (resume and is_converted(output, source, plan)):
         with _progress("converting", plan.parts) as step:
             convert(source, plan, output, resume=resume, overwrite=overwrite, progress=step)
@@ -95,19 +94,19 @@ def _run(
 
 
 def _mapping(plan: "ConversionPlan") -> list[dict[str, Any]]:
-    """For each weight: its name in the source, ours, its shape and the parts that hold it."""
-    rows: dict[str, dict[str, Any]] = {}
+    """Lists for each weight its name in the source and here, its shape and the parts that hold it."""
+    mapping: dict[str, dict[str, Any]] = {}
     for part in plan.parts:
         for slab in part.slabs:
             name = slab.tensor.name
-            row = {"source": plan.recipes[name].label, "name": name, "shape": list(slab.tensor.shape), "parts": []}
-            rows.setdefault(name, row)["parts"].append(part.name)
-    return list(rows.values())
+            weight = {"source": plan.recipes[name].label, "name": name, "shape": list(slab.tensor.shape), "parts": []}
+            mapping.setdefault(name, weight)["parts"].append(part.name)
+    return list(mapping.values())
 
 
 @contextmanager
 def _progress(verb: str, parts: "tuple[Part, ...]") -> "Iterator[Callable[[Part], None]]":
-    """Shows finished parts on stderr: a bar on a terminal, a line a part elsewhere."""
+    """Shows finished parts on stderr, as a bar on a terminal and as a line for each part elsewhere."""
     total = sum(part.nbytes for part in parts)
     if not sys.stderr.isatty():
         done = 0

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from jaxspec.config import EngineConfig, SamplingParams, SpeculationConfig
-from jaxspec.serve.cli.options import DTYPES, Devices, decimals, distinct, integers, one_of, within
+from jaxspec.serve.checks import distinct, one_of, within
+from jaxspec.serve.cli.options import DTYPES, Devices, decimals, integers
 from jaxspec.serve.cli.startup import StartUp, bad_input, use_compilation_cache
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from jaxspec.config import EngineConfig, SamplingParams, SpeculationConfig
-from jaxspec.serve.cli.options import Devices, ExpertLayout, ShardCache
+from jaxspec.serve.cli.options import Budget, Devices, ExpertLayout, ShardCache, TopKCap
 from jaxspec.serve.cli.startup import StartUp, bad_input, banner, use_compilation_cache
 
 Option = typer.Option
@@ -21,10 +21,8 @@ def generate_command(
     prompt: Annotated[str | None, Option(help="The prompt; without it, standard input.")] = None,
     system: Annotated[str | None, Option(help="A system message before the prompt.")] = None,
     raw: Annotated[bool, Option("--raw", help="Take the prompt as it is, without the chat template.")] = False,
-    budget: Annotated[int, Option(help="Tree nodes verified a round; 0 decodes plainly.")] = SpeculationConfig.budget,
-    top_k_cap: Annotated[
-        int, Option(help="Drafter's best tokens considered at each depth; 1 makes the tree a chain.")
-    ] = SpeculationConfig.top_k_cap,
+    budget: Budget = SpeculationConfig.budget,
+    top_k_cap: TopKCap = SpeculationConfig.top_k_cap,
     temperature: Annotated[float, Option(help="0 takes the most probable token.")] = 0.0,
     top_p: Annotated[float, Option(help="Keep the likeliest tokens up to this mass.")] = SamplingParams.top_p,
     top_k: Annotated[int, Option(help="Keep this many of the likeliest tokens; 0 keeps all.")] = SamplingParams.top_k,

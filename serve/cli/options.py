@@ -1,11 +1,12 @@
-"""Options that several commands have, and checks: several numbers in one, and limits."""
+"""Options that several commands have, and those whose text holds several numbers or a number of bytes."""
 
 import re
-from collections.abc import Sequence
 from typing import Annotated
 
 from typer import Option
 
+Budget = Annotated[int, Option(help="Tree nodes verified a round; 0 decodes plainly.")]
+TopKCap = Annotated[int, Option(help="Drafter's best tokens considered at each depth; 1 makes the tree a chain.")]
 Devices = Annotated[int, Option(help="Devices to spread the models over.")]
 ExpertLayout = Annotated[
     str, Option(help="tensor splits each expert over the devices, expert gives a device whole ones.")
@@ -21,7 +22,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 
 def integers(option: str, text: str) -> list[int]:
-    """ "0,16,32" → [0, 16, 32].
+    """Reads whole numbers with commas between, "0,16,32".
 
     Raises:
       ValueError: naming the option and what was found.
@@ -30,36 +31,17 @@ def integers(option: str, text: str) -> list[int]:
 
 
 def decimals(option: str, text: str) -> list[float]:
-    """ "0,0.7" → [0.0, 0.7]; raises as `integers` does."""
+    """Reads numbers with commas between, "0,0.7"; raises as `integers` does."""
     return [float(number) for number in _parts(option, text, float, "numbers")]
 
 
 def byte_count(option: str, text: str) -> int:
-    """ "96GB" → 96 · 10⁹, "80GiB" → 80 · 2³⁰; raises ValueError, naming the option, for anything else."""
+    """Reads a number of bytes, "96GB" or "80GiB"; raises ValueError, naming the option, for anything else."""
     found = re.fullmatch(r"\s*([0-9]{1,12}(?:\.[0-9]+)?)\s*([KMGT])(i?)B\s*", text)
     if found is None:
         raise ValueError(f"{option}: found {text!r}, expected a number with KB, MB, GB, TB or KiB, MiB, GiB, TiB")
     number, prefix, binary = found.groups()
     return int(float(number) * (1024 if binary else 1000) ** ("KMGT".index(prefix) + 1))
-
-
-def distinct(option: str, numbers: Sequence[float]) -> None:
-    """Raises ValueError, naming the option, where a number comes twice."""
-    for place, number in enumerate(numbers):
-        if number in numbers[:place]:
-            raise ValueError(f"{option}: found {number:g} twice, expected different numbers")
-
-
-def within(option: str, value: float, low: float, high: float) -> None:
-    """Raises ValueError, naming the option, unless low <= value <= high (NaN never is)."""
-    if not low <= value <= high:
-        raise ValueError(f"{option}: found {value}, expected {low} to {high}")
-
-
-def one_of(option: str, value: str, names: Sequence[str]) -> None:
-    """Raises ValueError, naming the option, for any other name."""
-    if value not in names:
-        raise ValueError(f"{option}: found {value!r}, expected {', '.join(names)}")
 
 
 def _parts(option: str, text: str, kind: type, expected: str) -> list[str]:

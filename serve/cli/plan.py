@@ -1,7 +1,6 @@
 """`jaxspec plan`: what a target and its drafter take on each device and read in a pass, before anything is loaded."""
 
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -9,6 +8,7 @@ import typer
 
 from jaxspec.serve.cli.options import Devices, ExpertLayout, MemoryFraction, ShardCache, byte_count
 from jaxspec.serve.cli.startup import bad_input
+from jaxspec.serve.cli.tables import console
 
 if TYPE_CHECKING:
     from jaxspec.engine.memory_plan import ModelPlan, Plan
@@ -77,7 +77,7 @@ def plan_command(
 
 
 def _report(plan: "Plan", room: int, bandwidth: int) -> dict[str, Any]:
-    """The plan as plain values: bytes of one device unless they say otherwise, seconds."""
+    """Returns the plan as plain values: bytes, of one device unless the name says otherwise, and seconds."""
     plain = plan.read_bytes(1)
     context = min(CONTEXT, plan.max_context)
     draft = plan.draft_bytes()
@@ -119,12 +119,11 @@ def _report(plan: "Plan", room: int, bandwidth: int) -> dict[str, Any]:
 
 
 def _print(plan: "Plan", report: dict[str, Any], max_context: int | None) -> None:
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 120, highlight=False)
+    out = console(highlight=False)
     room = report["room"]
-    console.print(
+    out.print(
         f"{plan.devices} × {_gb(report['device_memory'])}, of each {report['memory_fraction']:.0%} for weights and "
         f"caches: {_gb(room)}"
     )
@@ -140,15 +139,15 @@ def _print(plan: "Plan", report: dict[str, Any], max_context: int | None) -> Non
         weights.add_row(
             f"[bold]{name}", _gb(model.device_bytes), _gb(sum(p.total_bytes for p in model.parts)), end_section=True
         )
-    console.print(weights)
+    out.print(weights)
 
     cache = Table("cache, a device", "bytes a token")
     cache.columns[1].justify = "right"
     cache.add_row("target", f"{plan.target.cache_bytes_per_token:,}")
     if plan.drafter is not None:
         cache.add_row("drafter", f"{plan.drafter.cache_bytes_per_token:,}")
-    console.print(cache)
-    console.print(
+    out.print(cache)
+    out.print(
         f"cache that fits: {report['cache_tokens']:,} tokens ({_gb(max(0, room - plan.weight_bytes))}); "
         f"a request may reach {min(max_context or plan.max_context, report['cache_tokens']):,} of the models' "
         f"{plan.max_context:,}"
@@ -167,25 +166,25 @@ def _print(plan: "Plan", report: dict[str, Any], max_context: int | None) -> Non
             f"{entry['bytes'] / plain:.2f}",
             f"{entry['break_even']:.2f}" if entry["rows"] > 1 and plan.drafter is not None else "",
         )
-    console.print(table)
+    out.print(table)
     bandwidth = report["device_bandwidth"]
-    console.print(
+    out.print(
         f"bounds at {bandwidth / 1e12:g} TB/s a device, weights only, experts chosen independently"
         + (", on the busiest device" if plan.expert_layout == "expert" else "")
         + "; rows include the anchor"
     )
     if plan.drafter is not None:
-        console.print(
+        out.print(
             f"a drafter's pass reads {_gb(report['draft_bytes'])} with the output head: "
             f"{report['draft_bytes'] / bandwidth * 1e3:.2f} ms"
         )
     context = report["context_bytes"]
-    console.print(f"a context of {report['context']:,} tokens adds {_gb(context)}: {context / bandwidth * 1e3:.2f} ms")
-    console.print(
+    out.print(f"a context of {report['context']:,} tokens adds {_gb(context)}: {context / bandwidth * 1e3:.2f} ms")
+    out.print(
         f"plain decoding: at most {report['plain_tokens_per_second']:,.0f} tokens/s, in that context "
         f"{report['plain_tokens_per_second_in_context']:,.0f}"
     )
-    console.print(f"does not fit: {report['refusal']}" if report["refusal"] else "fits", soft_wrap=True)
+    out.print(f"does not fit: {report['refusal']}" if report["refusal"] else "fits", soft_wrap=True)
 
 
 def _gb(count: float) -> str:

@@ -7,7 +7,7 @@ from jaxspec.serve.cli.startup import say
 
 
 class Progress:
-    """A line that rewrites itself on a terminal; elsewhere a new line now and then."""
+    """Shows a line that rewrites itself on a terminal; elsewhere prints a new line now and then."""
 
     def __init__(self, name: str):
         self._name = name
@@ -15,7 +15,7 @@ class Progress:
         self._terminal = sys.stderr.isatty()
 
     def rate(self, count: float) -> float:
-        """Per second since the beginning."""
+        """How many of `count` there were a second since the beginning."""
         return count / max(time.monotonic() - self._began, 1e-9)
 
     def show(self, done: int, total: int, text: str, *, keep: bool = False) -> None:

@@ -11,13 +11,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from jaxspec.config import EngineConfig, SpeculationConfig
-from jaxspec.serve.cli.options import Devices, ExpertLayout, MemoryFraction, ShardCache, one_of
+from jaxspec.serve.checks import one_of
+from jaxspec.serve.cli.options import Budget, Devices, ExpertLayout, MemoryFraction, ShardCache, TopKCap
 from jaxspec.serve.cli.startup import StartUp, bad_input, banner, say, use_compilation_cache
 from jaxspec.serve.runtime.logs import FORMATS, use_log_format
 from jaxspec.serve.runtime.warm_up import WARM_UPS, warm_up
 
 if TYPE_CHECKING:
+    from jaxspec.engine.engine import Engine
     from jaxspec.serve.runtime.server_config import ServerConfig
+    from jaxspec.serve.runtime.tracing import Tracing
 
 Option = typer.Option
 METRICS_COMPAT = DIALECTS = ("none", "vllm")
@@ -33,10 +36,8 @@ def serve_command(
     port: Annotated[int, Option(help="Port to listen on; 0 takes a free one and says which.")] = 50051,
     dialect: Annotated[str, Option(help="vllm: also speak the API of the smg gateway, on a port of its own.")] = "none",
     dialect_port: Annotated[int, Option(help="Port of the dialect; 0 takes a free one.")] = 50052,
-    budget: Annotated[int, Option(help="Tree nodes verified a round; 0 decodes plainly.")] = SpeculationConfig.budget,
-    top_k_cap: Annotated[
-        int, Option(help="Drafter's best tokens considered at each depth; 1 makes the tree a chain.")
-    ] = SpeculationConfig.top_k_cap,
+    budget: Budget = SpeculationConfig.budget,
+    top_k_cap: TopKCap = SpeculationConfig.top_k_cap,
     devices: Devices = EngineConfig.devices,
     expert_layout: ExpertLayout = EngineConfig.expert_layout,
     shard_cache: ShardCache = EngineConfig.shard_cache,
@@ -134,7 +135,7 @@ def serve_command(
     use_compilation_cache()
     start_up = StartUp()
 
-    def load() -> Any:
+    def load() -> "Engine":
         from jaxspec.engine.engine import Engine
 
         engine = Engine.from_checkpoints(
@@ -153,7 +154,7 @@ def serve_command(
 
 
 async def _run(
-    config: "ServerConfig", slots: int, load: Callable[[], Any], start_up: StartUp, tracing: Any
+    config: "ServerConfig", slots: int, load: Callable[[], "Engine"], start_up: StartUp, tracing: "Tracing | None"
 ) -> tuple[int, bool]:
     """Runs the server; returns the exit code, and whether its engine thread has ended."""
     from jaxspec.serve.server import Server

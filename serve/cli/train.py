@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from jaxspec.config import MAX_SLOTS
-from jaxspec.serve.cli.options import DTYPES, decimals, integers, one_of, within
+from jaxspec.serve.checks import one_of, within
+from jaxspec.serve.cli.options import DTYPES, decimals, integers
 from jaxspec.serve.cli.progress import Progress
 from jaxspec.serve.cli.startup import StartUp, bad_input, say, use_compilation_cache
 

@@ -11,7 +11,7 @@ from jaxspec.serve.runtime.security import read_authority, read_token
 
 @dataclass(frozen=True)
 class ServerAddress:
-    """A server and what it wants to see.
+    """Where a server is, and what it wants to see of its clients.
 
     Attributes:
       address: host:port.
@@ -25,7 +25,7 @@ class ServerAddress:
 
     @classmethod
     def of(cls, address: str, authority: Path | None, token_file: Path | None) -> "ServerAddress":
-        """From a command's options.
+        """Makes one from a command's options.
 
         Raises:
           OSError, ValueError: a file can't be read, or holds no certificate or no token.
@@ -38,15 +38,15 @@ class ServerAddress:
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """For every call."""
+        """What every call must carry."""
         return () if self.token is None else (("authorization", f"Bearer {self.token}"),)
 
     def channel(self) -> grpc.Channel:
-        """For calls that block."""
+        """Opens a channel for calls that block."""
         return self._channel(grpc)
 
     def aio_channel(self) -> grpc.aio.Channel:
-        """For calls on an event loop."""
+        """Opens a channel for calls on an event loop."""
         return self._channel(grpc.aio)
 
     def _channel(self, library: Any) -> Any:

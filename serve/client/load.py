@@ -15,16 +15,16 @@ from jaxspec.v1.generation_pb2_grpc import GenerationServiceStub
 
 
 @dataclass
-class Seen:
-    """One request, as its client saw it; times in seconds.
+class Observation:
+    """What its client observed of one request; times are in seconds.
 
     Attributes:
       began: when it was due to be sent, on the clock of `time.perf_counter`.
       deliveries: when tokens came, and how many.
-      ended: when it ended.
-      code: of its status.
+      ended: when it ended, on the same clock.
+      code: name of the status that it ended with.
       rounds, drafted, accepted: what speculation did.
-      prompt_tokens, cached_tokens: of the prompt; of those, found in the server's cache.
+      prompt_tokens, cached_tokens: length of the prompt; how much of it the server's cache held.
     """
 
     began: float
@@ -39,45 +39,49 @@ class Seen:
 
     @property
     def tokens(self) -> int:
-        """That came."""
+        """How many tokens came."""
         return sum(count for _, count in self.deliveries)
 
     @property
     def to_first_token(self) -> float:
-        """From when it was due."""
+        """How long the first tokens took, from when the request was due."""
         return self.deliveries[0][0] - self.began
 
     @property
     def per_token(self) -> float | None:
-        """After the first delivery; None where nothing came after it."""
+        """How long a token took after the first delivery; None where nothing came after it."""
         (first, count), (last, _) = self.deliveries[0], self.deliveries[-1]
         return (last - first) / (self.tokens - count) if self.tokens > count else None
 
     @property
     def between(self) -> list[float]:
-        """From delivery to delivery."""
+        """How long it was from each delivery to the next."""
         times = [moment for moment, _ in self.deliveries]
         return [later - earlier for earlier, later in itertools.pairwise(times)]
 
 
-Ask = Callable[[pb.GenerateRequest, float], Awaitable[Seen]]
+Ask = Callable[[pb.GenerateRequest, float], Awaitable[Observation]]
 
 
-async def closed_loop(server: ServerAddress, requests: Sequence[pb.GenerateRequest], concurrency: int) -> list[Seen]:
+async def closed_loop(
+    server: ServerAddress, requests: Sequence[pb.GenerateRequest], concurrency: int
+) -> list[Observation]:
     """Keeps `concurrency` requests open until all were answered."""
     waiting = iter(requests)
-    seen: list[Seen] = []
+    observed: list[Observation] = []
 
     async def client(ask: Ask) -> None:
         for request in waiting:
-            seen.append(await ask(request, time.perf_counter()))
+            observed.append(await ask(request, time.perf_counter()))
 
     async with server.aio_channel() as channel:
         await asyncio.gather(*(client(_asker(channel, server)) for _ in range(concurrency)))
-    return seen
+    return observed
 
 
-async def open_loop(server: ServerAddress, requests: Sequence[pb.GenerateRequest], gaps: Sequence[float]) -> list[Seen]:
+async def open_loop(
+    server: ServerAddress, requests: Sequence[pb.GenerateRequest], gaps: Sequence[float]
+) -> list[Observation]:
     """Sends each request so many seconds after the one before, however many are open."""
     async with server.aio_channel() as channel:
         ask, due, tasks = _asker(channel, server), time.perf_counter(), []
@@ -88,29 +92,29 @@ async def open_loop(server: ServerAddress, requests: Sequence[pb.GenerateRequest
         return await asyncio.gather(*tasks)
 
 
-async def _awaited(seen: Awaitable[Seen]) -> Seen:
-    return await seen
+async def _awaited(observed: Awaitable[Observation]) -> Observation:
+    return await observed
 
 
 def _asker(channel: grpc.aio.Channel, server: ServerAddress) -> Ask:
     stub: Any = GenerationServiceStub(channel)  # type: ignore[no-untyped-call]
 
-    async def ask(request: pb.GenerateRequest, due: float) -> Seen:
-        seen = Seen(due)
+    async def ask(request: pb.GenerateRequest, due: float) -> Observation:
+        observed = Observation(due)
         call = stub.GenerateStream(pb.GenerateStreamRequest(request=request), metadata=server.metadata)
         try:
             async for event in call:
                 if event.HasField("delta") and event.delta.token_ids:
-                    seen.deliveries.append((time.perf_counter(), len(event.delta.token_ids)))
+                    observed.deliveries.append((time.perf_counter(), len(event.delta.token_ids)))
                 elif event.HasField("finished"):
                     speculation = event.finished.ending.speculation
-                    seen.rounds, seen.drafted = speculation.rounds, speculation.draft_tokens
-                    seen.accepted = speculation.accepted_draft_tokens
+                    observed.rounds, observed.drafted = speculation.rounds, speculation.draft_tokens
+                    observed.accepted = speculation.accepted_draft_tokens
                     usage = event.finished.usage
-                    seen.prompt_tokens, seen.cached_tokens = usage.prompt_tokens, usage.cached_tokens
+                    observed.prompt_tokens, observed.cached_tokens = usage.prompt_tokens, usage.cached_tokens
         except grpc.aio.AioRpcError as error:
-            seen.code = error.code().name
-        seen.ended = time.perf_counter()
-        return seen
+            observed.code = error.code().name
+        observed.ended = time.perf_counter()
+        return observed
 
     return ask

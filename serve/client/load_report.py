@@ -7,23 +7,23 @@ from typing import Any
 
 import numpy as np
 
-from jaxspec.serve.client.load import Seen
+from jaxspec.serve.client.load import Observation
 
 PERCENTILES = (50, 90, 99)
 
 
-def summarise(seen: Sequence[Seen]) -> dict[str, Any]:
-    """Numbers of one level of load, times in seconds; latencies are of the requests that were answered."""
-    answered = [one for one in seen if one.code == "OK" and one.deliveries]
-    seconds = max(one.ended for one in seen) - min(one.began for one in seen)
+def summarise(observed: Sequence[Observation]) -> dict[str, Any]:
+    """Sums up one level of load; times are in seconds, latencies those of the requests that were answered."""
+    answered = [one for one in observed if one.code == "OK" and one.deliveries]
+    seconds = max(one.ended for one in observed) - min(one.began for one in observed)
     tokens = sum(one.tokens for one in answered)
     rounds, drafted, prompt_tokens, cached_tokens = (
         sum(getattr(one, name) for one in answered) for name in ("rounds", "drafted", "prompt_tokens", "cached_tokens")
     )
     return {
-        "requests": len(seen),
+        "requests": len(observed),
         "answered": len(answered),
-        "errors": dict(Counter(one.code for one in seen if one.code != "OK")),
+        "errors": dict(Counter(one.code for one in observed if one.code != "OK")),
         "seconds": seconds,
         "requests_per_second": len(answered) / seconds,
         "tokens": tokens,
@@ -40,7 +40,7 @@ def summarise(seen: Sequence[Seen]) -> dict[str, Any]:
 
 
 def plot(levels: Sequence[dict[str, Any]], load_name: str, path: Path) -> None:
-    """Throughput and latencies over the load, as a PNG file."""
+    """Draws throughput and latencies over the load into a PNG file."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from grpc import StatusCode
 
+from jaxspec.engine.finish_reason import FinishReason
 from jaxspec.engine.request import RequestStatistics
 from jaxspec.serve.requests.open_requests import OpenRequests
 from jaxspec.serve.requests.request_fields import (
@@ -38,13 +39,15 @@ RETRY_SECONDS = 5.0
 
 @dataclass
 class Answering:
-    """One request on its way.
+    """One request that is being answered.
 
     Attributes:
       stream: brings its pieces.
-      model: the name of what answers.
+      model: the name that clients know the model by.
       prompt: its token ids.
       text, token_ids: whether the client wants them.
+      clocks: one for each choice.
+      completion_tokens: how many its choices have brought, together.
     """
 
     stream: RequestStream
@@ -57,7 +60,7 @@ class Answering:
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of the prompt."""
+        """How many tokens the prompt has."""
         return len(self.prompt)
 
 
@@ -66,8 +69,8 @@ class Answerer:
 
     Args:
       model: gives what is served; called only once the server is ready.
-      requests: that are open.
-      metrics: counts.
+      requests: those that are open.
+      metrics: counts what is answered.
       tracing: gets what is logged of each answer.
       max_request_seconds: a request may take no longer, queueing included.
       stalled_seconds: a client that takes nothing for so long is dropped.
@@ -100,7 +103,7 @@ class Answerer:
                 finally:
                     self._requests.close(answering.stream)
                     for clock in answering.clocks:
-                        clock.closed("error" if answering.stream.failed else "abort")
+                        clock.closed("error" if answering.stream.failed else FinishReason.ABORT)
                     self._log(answering, context)
         except TimeoutError:
             raise Refusal(
@@ -132,18 +135,7 @@ class Answerer:
             raise invalid("sampling.choices", choices, f"1 to {limit}")
         if request.speculation.enabled and not model.depth:
             raise invalid("speculation.enabled", "true", "false or nothing: this server decodes plainly")
-        values = model.default_sampling | sampling_values(request)
-        values.setdefault("seed", secrets.randbits(32))  # one for all choices, whose noise differs by their number
-        values["grammar"] = grammar(request)
-        sampling_params({"max_tokens": model.max_context} | values)
-        if values["grammar"] is not None:
-            try:  # here, where it holds up no other request
-                await asyncio.to_thread(model.engine.prepare_grammar, values["grammar"])
-            except ValueError as error:
-                raise refused_by_engine(error) from error
-            except TimeoutError as error:
-                message = str(error).replace("grammar", "structured_output", 1)
-                raise Refusal(StatusCode.RESOURCE_EXHAUSTED, message, retry_after=RETRY_SECONDS) from error
+        values = await _sampling_values(request, model)
         prompt_field, prompt = await model.prompts.read(request)
         room = model.max_context - len(prompt)
         if values.setdefault("max_tokens", max(room, 1)) > room >= 1:
@@ -155,17 +147,11 @@ class Answerer:
         if context.time_remaining() == 0:
             raise Refusal(StatusCode.DEADLINE_EXCEEDED, "request: its deadline passed before it was queued")
 
+        texts = [_text_stream(request, model, stops) if wants_text or stops else None for _ in range(choices)]
         include_stop = request.stopping.include_stop
-        skip_special = not request.output.HasField("skip_special_tokens") or request.output.skip_special_tokens
-
-        def choice_stream(index: int) -> ChoiceStream:
-            text = None
-            if wants_text or stops:
-                detokenizer = model.tokenizer.detokenizer(skip_special)
-                text = TextStream(detokenizer, stops, include_stop, request.stopping.min_tokens)
-            return ChoiceStream(index, text, include_stop, model.depth)
-
-        stream = RequestStream(request_id, [choice_stream(index) for index in range(choices)])
+        stream = RequestStream(
+            request_id, [ChoiceStream(index, text, include_stop, model.depth) for index, text in enumerate(texts)]
+        )
         sampling = [sampling_params(values | {"choice": index}) for index in range(choices)]
         # The prompt's log-probabilities are the same for every choice.
         sampling[1:] = [replace(params, prompt_log_probs=None) for params in sampling[1:]]
@@ -175,7 +161,7 @@ class Answerer:
         return Answering(stream, model.name, prompt, wants_text, wants_ids, clocks)
 
     async def pieces(self, answering: Answering) -> AsyncIterator[Piece]:
-        """The stream's pieces, measured."""
+        """Yields the stream's pieces and measures their coming."""
         async for piece in answering.stream.pieces():
             answering.completion_tokens += len(piece.tokens)
             clock = answering.clocks[piece.choice]
@@ -213,3 +199,32 @@ class Answerer:
         }
         log.info("answered", extra=facts)
         self._tracing.annotate(facts)
+
+
+async def _sampling_values(request: pb.GenerateRequest, model: ServedModel) -> dict[str, Any]:
+    """The arguments of SamplingParams that the request and the model's defaults set, once the engine would take them.
+
+    Raises:
+      Refusal: naming the field, where it would not.
+    """
+    values = model.default_sampling | sampling_values(request)
+    values.setdefault("seed", secrets.randbits(32))  # One for all choices, whose noise differs by their number.
+    values["grammar"] = grammar(request)
+    sampling_params({"max_tokens": model.max_context} | values)
+    if values["grammar"] is not None:
+        try:  # Here, where it holds up no other request.
+            await asyncio.to_thread(model.engine.prepare_grammar, values["grammar"])
+        except ValueError as error:
+            raise refused_by_engine(error) from error
+        except TimeoutError as error:
+            message = str(error).replace("grammar", "structured_output", 1)
+            raise Refusal(StatusCode.RESOURCE_EXHAUSTED, message, retry_after=RETRY_SECONDS) from error
+    return values
+
+
+def _text_stream(request: pb.GenerateRequest, model: ServedModel, stops: Sequence[str]) -> TextStream:
+    """Makes the text of one choice."""
+    skip_special = not request.output.HasField("skip_special_tokens") or request.output.skip_special_tokens
+    return TextStream(
+        model.tokenizer.detokenizer(skip_special), stops, request.stopping.include_stop, request.stopping.min_tokens
+    )

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from grpc import StatusCode
 
 from jaxspec.config import SamplingParams
+from jaxspec.engine.finish_reason import FinishReason
 from jaxspec.engine.request import RequestOutput
 from jaxspec.serve.requests.request_fields import refused_by_engine
 from jaxspec.serve.requests.streams import ChoiceStream, RequestStream
@@ -22,7 +23,7 @@ class OpenRequests:
     """Keeps requests by id, from admission to the end of their calls.
 
     Args:
-      engine: that answers them.
+      engine: answers them.
       health: tells whether new ones are welcome.
       metrics: counts the rounds.
       capacity: choices that may be open at once, in slots or waiting.
@@ -111,7 +112,7 @@ class OpenRequests:
 
     @property
     def ids(self) -> list[str]:
-        """Of the open requests."""
+        """The ids of the open requests."""
         return list(self._requests)
 
     def fail_all(self, refusal: Refusal) -> None:
@@ -133,13 +134,13 @@ class OpenRequests:
         for choice, job in zip(stream.choices, jobs, strict=True):
             if choice.ending is None:
                 self._engine.abort(job)
-        stream.end("abort")
+        stream.end(FinishReason.ABORT)
 
     def _deliver(self, stream: RequestStream, choice: ChoiceStream, job: Job, output: RequestOutput) -> None:
         self._metrics.rounds(output.rounds)
         if output.queued_seconds is not None:
             self._metrics.queue_time.observe(output.queued_seconds)
-        if output.finish_reason == "grammar":
+        if output.finish_reason is FinishReason.GRAMMAR:
             stream.fail(
                 Refusal(
                     StatusCode.FAILED_PRECONDITION,

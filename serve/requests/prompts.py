@@ -35,7 +35,7 @@ class PromptReader:
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="tokenizer")
 
     async def read(self, message: GenerateRequest | TokenizeRequest) -> tuple[str, Sequence[int]]:
-        """The field that the prompt came in, and its token ids.
+        """Returns the field that the prompt came in, and its token ids.
 
         Raises:
           Refusal: there is none, or it is too long, or it can't be read.

@@ -3,11 +3,11 @@
 from typing import Any
 
 from google.protobuf.message import Message
-from google.protobuf.unknown_fields import UnknownFieldSet
 from grpc import StatusCode
 
 from jaxspec.config import Grammar, SamplingParams
 from jaxspec.serve.runtime.refusal import Refusal, invalid
+from jaxspec.serve.runtime.unknown_fields import check_known
 from jaxspec.v1.generation_pb2 import GenerateRequest
 
 # Fields that become a field of SamplingParams.
@@ -62,18 +62,8 @@ def check_fields(request: GenerateRequest) -> None:
     _check_fields(request, "", whole=False)
 
 
-def check_known(message: Message, where: str = "request") -> None:
-    """Raises Refusal where the message itself, not what is inside it, has a field that the protos here do not know."""
-    for unknown in UnknownFieldSet(message):
-        raise Refusal(
-            StatusCode.UNIMPLEMENTED,
-            f"{where}: found field number {unknown.field_number}, which this server does not know; leave it unset",
-            field=where,
-        )
-
-
 def sampling_values(request: GenerateRequest) -> dict[str, Any]:
-    """Arguments of SamplingParams: those that the request sets."""
+    """Returns the arguments of SamplingParams that the request sets."""
     values: dict[str, Any] = {}
     for path, name in SAMPLING_FIELDS.items():
         block_name, field = path.split(".")
@@ -92,7 +82,7 @@ def sampling_values(request: GenerateRequest) -> dict[str, Any]:
 
 
 def sampling_params(values: dict[str, Any]) -> SamplingParams:
-    """The engine's settings; raises Refusal, naming the request's field, value and limit."""
+    """Makes the engine's settings; raises Refusal, naming the request's field, value and limit."""
     try:
         return SamplingParams(**values)
     except ValueError as error:
@@ -100,10 +90,10 @@ def sampling_params(values: dict[str, Any]) -> SamplingParams:
 
 
 def refused_by_engine(error: ValueError, prompt_field: str = "prompt") -> Refusal:
-    """INVALID_ARGUMENT with the message of an error of the engine, its field named as in the request.
+    """Turns an error of the engine into INVALID_ARGUMENT, with the field named as in the request.
 
     Args:
-      prompt_field: the one that the prompt came in.
+      prompt_field: the field that the prompt came in.
     """
     name, colon, rest = str(error).partition(": ")
     name = name.removeprefix("SamplingParams.")
@@ -114,7 +104,7 @@ def refused_by_engine(error: ValueError, prompt_field: str = "prompt") -> Refusa
 
 
 def stop_strings(request: GenerateRequest) -> list[str]:
-    """The request's stop strings; raises Refusal for too many, empty or overlong ones."""
+    """Returns the request's stop strings; raises Refusal for too many, empty or overlong ones."""
     stops = list(request.stopping.stop)
     if len(stops) > MAX_STOPS:
         raise invalid("stopping.stop", f"{len(stops)} strings", f"at most {MAX_STOPS}")
@@ -125,7 +115,7 @@ def stop_strings(request: GenerateRequest) -> list[str]:
 
 
 def grammar(request: GenerateRequest) -> Grammar | None:
-    """What the request says its answer must look like; raises Refusal where that is too long."""
+    """Returns what the request's answer must look like, if it says so; raises Refusal where that is too long."""
     rule = request.structured_output.WhichOneof("rule")
     if rule is None or (rule == "json_object" and not request.structured_output.json_object):
         return None
@@ -138,7 +128,12 @@ def grammar(request: GenerateRequest) -> Grammar | None:
 
 
 def _check_fields(message: Message, prefix: str, whole: bool) -> None:
-    """Args: whole: whether the message is supported as it is, so that only fields of no name are looked for."""
+    """Checks a message and what is inside it.
+
+    Args:
+      prefix: path of the message in the request, with a dot at its end.
+      whole: whether all its fields are supported, so that only unknown ones are looked for.
+    """
     check_known(message, prefix.removesuffix(".") or "request")
     for descriptor, value in message.ListFields():
         path = prefix + descriptor.name

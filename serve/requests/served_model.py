@@ -14,10 +14,10 @@ from jaxspec.serve.runtime.refusal import Refusal
 
 @dataclass(frozen=True)
 class ServedModel:
-    """What is loaded.
+    """The model that is loaded, and its limits.
 
     Attributes:
-      name: that clients know it by.
+      name: the one that clients know it by.
       max_context: tokens of prompt and answer together that one request can have here.
       default_sampling: arguments of SamplingParams, from the checkpoint's generation_config.
       depth: tokens drafted in one pass; 0 without a drafter.
@@ -48,7 +48,7 @@ class ServedModel:
 
 
 def default_sampling(folder: Path) -> dict[str, Any]:
-    """The sampling settings in a converted checkpoint's generation_config.json, where there is one.
+    """Reads the sampling settings in a converted checkpoint's generation_config.json, where there is one.
 
     Raises:
       ValueError: naming file and field.

@@ -8,6 +8,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from jaxspec.engine.finish_reason import FinishReason
 from jaxspec.engine.request import RequestOutput, RequestStatistics
 from jaxspec.engine.token_log_probs import TokenLogProb
 from jaxspec.serve.requests.text_stream import TextStream
@@ -19,11 +20,11 @@ class Ending:
     """How an answer ended.
 
     Attributes:
-      reason: "stop", "length" or "abort".
-      stop_token_id, stop_string: what stopped it; both None where nothing did.
+      reason: why; a stop string that only the text shows counts as a stop.
+      stop_token_id, stop_string: the one that stopped it; both None where nothing did.
     """
 
-    reason: str
+    reason: FinishReason
     stop_token_id: int | None = None
     stop_string: str | None = None
 
@@ -49,17 +50,17 @@ class Piece:
 
 
 class ChoiceStream:
-    """One choice: turns the engine's outputs into pieces, and ends where a stop string does.
+    """Turns the engine's outputs for one choice into pieces, and ends where a stop string does.
 
     Args:
-      index: of the choice.
+      index: the choice's number.
       text: makes the text, or None where nobody wants any.
       include_stop: whether the text of a stop token is part of the text.
       depth: tokens that the drafter drafts in one pass.
 
     Attributes:
       ending: None until the answer ended.
-      statistics: of the rounds whose tokens are part of the answer.
+      statistics: what speculation did in the rounds whose tokens are part of the answer.
     """
 
     def __init__(self, index: int, text: TextStream | None, include_stop: bool, depth: int):
@@ -79,7 +80,7 @@ class ChoiceStream:
                 return
             tokens = output.tokens[start : start + counts.produced]
             start += len(tokens)
-            last = start == len(output.tokens) and output.finish_reason == "stop"
+            last = start == len(output.tokens) and output.finish_reason is FinishReason.STOP
             kept = self._push_round(tokens, stop_token=last)
             self._piece.log_probs += output.log_probs[start - len(tokens) : start - len(tokens) + kept]
             accepted = min(counts.accepted, kept)
@@ -94,10 +95,12 @@ class ChoiceStream:
             if self._text is not None:
                 self._piece.text += self._text.flush()
             matched = self._text.matched if self._text is not None else None
-            self._piece.ending = self.ending = ending if matched is None else Ending("stop", stop_string=matched)
+            if matched is not None:
+                ending = Ending(FinishReason.STOP, stop_string=matched)
+            self._piece.ending = self.ending = ending
 
     def take(self) -> Piece | None:
-        """What came since the last time, or None."""
+        """Returns what came since the last time, or None."""
         piece = self._piece
         if not (piece.tokens or piece.text or piece.ending):
             return None
@@ -112,10 +115,10 @@ class ChoiceStream:
             if self._text is not None and not (ends and not self._include_stop):
                 self._piece.text += self._text.push(token)
                 if self._text.matched is not None:
-                    self.end(Ending("stop", stop_string=self._text.matched))
+                    self.end(Ending(FinishReason.STOP, stop_string=self._text.matched))
                     return place
             if ends:
-                self.end(Ending("stop", stop_token_id=token))
+                self.end(Ending(FinishReason.STOP, stop_token_id=token))
         return len(tokens)
 
 
@@ -123,8 +126,8 @@ class RequestStream:
     """All choices of one request, for the one coroutine that reads them.
 
     Attributes:
-      id: of the request.
-      choices: in order.
+      id: the request's.
+      choices: all of them, in order.
     """
 
     def __init__(self, id: str, choices: Sequence[ChoiceStream]):
@@ -147,7 +150,7 @@ class RequestStream:
         choice.push(output)
         self._news.set()
 
-    def end(self, reason: str) -> None:
+    def end(self, reason: FinishReason) -> None:
         """Ends every choice that still runs."""
         for choice in self.choices:
             choice.end(Ending(reason))
@@ -159,7 +162,7 @@ class RequestStream:
         self._news.set()
 
     async def pieces(self) -> AsyncIterator[Piece]:
-        """Everything new, joined by choice, until all choices ended.
+        """Yields everything new, joined by choice, until all choices ended.
 
         Raises:
           Refusal: the request failed; what came before that is still given first.

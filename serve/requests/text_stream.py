@@ -8,11 +8,11 @@ class Detokenizer(Protocol):
     """What turns ids into whole characters, as `jaxspec.model.text.tokenizer.Detokenizer` does."""
 
     def push(self, ids: Sequence[int]) -> str:
-        """The text that these ids complete."""
+        """Returns the text that these ids complete."""
         ...
 
     def flush(self) -> str:
-        """What is left at the end."""
+        """Returns what is left at the end."""
         ...
 
 
@@ -68,10 +68,10 @@ class StopMatcher:
 
 
 class TextStream:
-    """One answer's text.
+    """Turns one answer's tokens into text.
 
     Args:
-      detokenizer: of this answer alone.
+      detokenizer: one for this answer alone.
       stops, include_stop: as in `StopMatcher`.
       min_tokens: so many tokens complete no stop string.
     """

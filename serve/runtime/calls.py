@@ -11,11 +11,11 @@ from typing import Any
 import grpc
 from grpc import StatusCode
 
-from jaxspec.serve.requests.request_fields import check_known
 from jaxspec.serve.runtime.metrics import Metrics
 from jaxspec.serve.runtime.refusal import Refusal
 from jaxspec.serve.runtime.security import Security
 from jaxspec.serve.runtime.tracing import Tracing
+from jaxspec.serve.runtime.unknown_fields import check_known
 
 log = logging.getLogger("jaxspec.calls")
 

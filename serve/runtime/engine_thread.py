@@ -6,43 +6,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import TypeVar
 
 from jaxspec.config import SamplingParams
-from jaxspec.engine.request import EngineLoad, RequestOutput
+from jaxspec.engine.engine import Engine
+from jaxspec.engine.request import RequestOutput
 
 Result = TypeVar("Result")
-
-
-class Engine(Protocol):
-    """All that the server uses of an engine."""
-
-    @property
-    def has_work(self) -> bool:
-        """Whether any request is unfinished."""
-        ...
-
-    @property
-    def load(self) -> EngineLoad:
-        """How busy it is; from any thread."""
-        ...
-
-    @property
-    def compiling(self) -> str | None:
-        """The program being compiled; from any thread."""
-        ...
-
-    def add(self, prompt: Sequence[int], sampling: SamplingParams, priority: int) -> int:
-        """Queues a request and returns its id; ValueError for bad input."""
-        ...
-
-    def abort(self, request_id: int) -> None:
-        """Ends a request; ValueError where it is not open."""
-        ...
-
-    def step(self) -> list[RequestOutput]:
-        """Works on what is open; returns what is new."""
-        ...
 
 
 @dataclass(eq=False)
@@ -50,10 +20,10 @@ class Job:
     """One request to the engine.
 
     Attributes:
-      deliver: gets what comes of it, on the event loop.
-      refused: gets what `add` raised, a ValueError for bad input, on the event loop.
-      engine_id: the engine's, once it is added; the engine thread's own.
-      aborted: whether `abort` was called; the event loop's own.
+      deliver: called with each output, on the event loop.
+      refused: called with what the engine's `add` raised, a ValueError for bad input, on the event loop.
+      engine_id: the engine's id of the request, once it is added; for the engine thread alone.
+      aborted: whether `abort` was called; for the event loop alone.
     """
 
     prompt: Sequence[int]
@@ -66,28 +36,28 @@ class Job:
 
 
 class EngineThread:
-    """Loads an engine and steps it while it has work.
+    """Loads an engine and steps it while requests are open.
 
     Args:
       load: makes the engine, on the thread.
-      on_crash: gets the exception that ended the thread after loading, on the event loop.
+      on_crash: called with the exception that ended the thread after loading, on the event loop.
 
     Attributes:
       engine: None until it is loaded. Only `load` and `compiling` may be read from elsewhere.
     """
 
-    def __init__(self, load: Callable[[], Any], on_crash: Callable[[BaseException], None]):
+    def __init__(self, load: Callable[[], Engine], on_crash: Callable[[BaseException], None]):
         self._load, self._on_crash = load, on_crash
         self._loop = asyncio.get_running_loop()
-        self._loaded: asyncio.Future[Any] = self._loop.create_future()
-        self._commands: queue.SimpleQueue[Callable[[Any], None] | None] = queue.SimpleQueue()
+        self._loaded: asyncio.Future[Engine] = self._loop.create_future()
+        self._commands: queue.SimpleQueue[Callable[[Engine], None] | None] = queue.SimpleQueue()
         self._jobs: dict[int, Job] = {}
         self._busy_since: float | None = None
-        self.engine: Any = None
+        self.engine: Engine | None = None
         # A daemon: whatever XLA is doing must not keep the process from ending.
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
-    async def start(self) -> Any:
+    async def start(self) -> Engine:
         """Starts the thread; returns the engine once it is loaded, or raises what loading raised."""
         self._thread.start()
         self.engine = await self._loaded
@@ -119,19 +89,19 @@ class EngineThread:
         job.aborted = True
         self._commands.put(lambda engine: self._abort(engine, job))
 
-    async def call(self, function: Callable[[Any], Result]) -> Result:
+    async def call(self, function: Callable[[Engine], Result]) -> Result:
         """Runs a function on the thread, between two steps; RuntimeError where the thread has ended."""
         if not self._thread.is_alive():
             raise RuntimeError("the engine thread has ended")
         future: asyncio.Future[Result] = self._loop.create_future()
 
-        def command(engine: Any) -> None:
+        def command(engine: Engine) -> None:
             try:
                 result = function(engine)
             except Exception as error:
-                self._post(_settle, future, None, error)
+                self._post(_fail, future, error)
             else:
-                self._post(_settle, future, result, None)
+                self._post(_resolve, future, result)
 
         self._commands.put(command)
         return await future
@@ -142,11 +112,11 @@ class EngineThread:
         try:
             engine = self._load()
         except BaseException as error:
-            self._post(_settle, self._loaded, None, error)
+            self._post(_fail, self._loaded, error)
             return
-        self._post(_settle, self._loaded, engine, None)
+        self._post(_resolve, self._loaded, engine)
         try:
-            while self._obey(engine):
+            while self._run_commands(engine):
                 outputs = engine.step()
                 if outputs:
                     self._post(_deliver, [(self._job_of(output), output) for output in outputs])
@@ -155,8 +125,8 @@ class EngineThread:
         finally:
             self._busy_since = None
 
-    def _obey(self, engine: Any) -> bool:
-        """Runs the commands there are, waiting for some where there is nothing else to do; False to end."""
+    def _run_commands(self, engine: Engine) -> bool:
+        """Runs what is queued, and waits for more where no request is open; returns False to end the thread."""
         while True:
             self._busy_since = time.monotonic() if engine.has_work else None
             try:
@@ -168,7 +138,7 @@ class EngineThread:
             self._busy_since = time.monotonic()
             command(engine)
 
-    def _add(self, engine: Any, job: Job) -> None:
+    def _add(self, engine: Engine, job: Job) -> None:
         try:
             job.engine_id = engine.add(job.prompt, job.sampling, job.priority)
         except Exception as error:
@@ -176,7 +146,7 @@ class EngineThread:
         else:
             self._jobs[job.engine_id] = job
 
-    def _abort(self, engine: Any, job: Job) -> None:
+    def _abort(self, engine: Engine, job: Job) -> None:
         if job.engine_id in self._jobs:
             engine.abort(job.engine_id)
 
@@ -195,10 +165,11 @@ def _deliver(outputs: list[tuple[Job, RequestOutput]]) -> None:
         job.deliver(output)
 
 
-def _settle(future: "asyncio.Future[Any]", result: Any, error: BaseException | None) -> None:
-    if future.cancelled():
-        return
-    if error is None:
+def _resolve(future: "asyncio.Future[Result]", result: Result) -> None:
+    if not future.cancelled():
         future.set_result(result)
-    else:
+
+
+def _fail(future: "asyncio.Future[Result]", error: BaseException) -> None:
+    if not future.cancelled():
         future.set_exception(error)

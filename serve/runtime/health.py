@@ -41,7 +41,7 @@ class Health:
 
     @property
     def state(self) -> State:
-        """The gravest that applies."""
+        """The gravest of the states that apply."""
         if self._failed:
             return State.FAILED
         if not self._loaded:
@@ -60,26 +60,26 @@ class Health:
     # Each takes effect at once; awaiting tells the health service's clients.
 
     def loading(self) -> Awaitable[None]:
-        """The server is up, the model is not."""
+        """Says that the server is up and the model is not."""
         return self._tell()
 
     def loaded(self) -> Awaitable[None]:
-        """The engine is ready."""
+        """Says that the engine is ready."""
         self._loaded = True
         return self._tell()
 
     def draining(self) -> Awaitable[None]:
-        """No new requests from now on."""
+        """Says that no new requests are taken from now on."""
         self._draining = True
         return self._tell()
 
     def failed(self) -> Awaitable[None]:
-        """The engine is gone for good."""
+        """Says that the engine is gone for good."""
         self._failed = True
         return self._tell()
 
     async def watch(self, engine: EngineThread, limit: float) -> None:
-        """Runs for ever: the engine counts as stuck while one step takes longer than `limit` seconds."""
+        """Runs for ever, and counts the engine as stuck while one step takes longer than `limit` seconds."""
         while True:
             stuck = engine.stalled_seconds > limit
             if stuck != self._stuck:

@@ -19,10 +19,10 @@ def use_log_format(name: str) -> None:
 
 
 class TextLines(logging.Formatter):
-    """Time, level, message, then `name=value` of what the event carries."""
+    """Writes time, level and message, then `name=value` for what the event carries."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """One event."""
+        """Writes one event."""
         words = [_time(record), record.levelname, record.name, record.getMessage()]
         words += [f"{name}={value}" for name, value in _extra(record).items()]
         lines = [" ".join(words)]
@@ -32,10 +32,10 @@ class TextLines(logging.Formatter):
 
 
 class JsonLines(logging.Formatter):
-    """One JSON object a line."""
+    """Writes each event as a JSON object on a line of its own."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """One event."""
+        """Writes one event."""
         event = {"time": _time(record), "level": record.levelname, "logger": record.name, "event": record.getMessage()}
         event |= _extra(record)
         if record.exc_info:

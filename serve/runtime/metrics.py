@@ -15,7 +15,7 @@ SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20
 
 
 class Metrics:
-    """All counters of one server.
+    """Everything that one server counts.
 
     Names behind the prefix are those of vLLM, speculation's included.
 
@@ -25,7 +25,7 @@ class Metrics:
       vllm_names: repeat every metric under `vllm:`, for dashboards and clients that look for that.
 
     Attributes:
-      speculation: of all rounds since the start.
+      speculation: what speculation did in all rounds since the start.
     """
 
     def __init__(self, model: str, load: Callable[[], EngineLoad | None], vllm_names: bool = False):
@@ -103,7 +103,7 @@ class Metrics:
         self._handling.labels(*_names(method)).observe(seconds)
 
     def _make(self, kind: Any, name: str, text: str, labels: Iterable[str] = ()) -> Any:
-        """A metric of this model; one with further labels still wants those."""
+        """Makes a metric of this model; one with further labels still wants those."""
         more = {"buckets": SECONDS} if kind is Histogram else {}
         metric = kind(PREFIX + name, text, ["model_name", *labels], registry=self._own, **more)
         return metric if labels else metric.labels(self._model)
@@ -121,7 +121,7 @@ class AnswerClock:
         self.seconds_to_first_token: float | None = None
 
     def delivered(self, tokens: int) -> None:
-        """Some tokens came."""
+        """Notes that tokens came."""
         now = time.perf_counter()
         if self.seconds_to_first_token is None:
             self._first = now
@@ -133,7 +133,7 @@ class AnswerClock:
         self._last = now
 
     def ended(self, reason: str) -> None:
-        """The answer is complete."""
+        """Notes that the answer is complete."""
         self._ended = True
         self._metrics.finished(reason)
         self._metrics.whole.observe(self.seconds)
@@ -141,18 +141,18 @@ class AnswerClock:
             self._metrics.per_token.observe((self._last - self._first) / self._tokens)
 
     def closed(self, reason: str) -> None:
-        """The call is over; where the answer is not complete, `reason` tells why."""
+        """Notes that the call is over; where the answer is not complete, `reason` tells why."""
         if not self._ended:
             self._metrics.finished(reason)
 
     @property
     def seconds(self) -> float:
-        """Since admission."""
+        """How long it has been since admission."""
         return time.perf_counter() - self._began
 
 
 class _Renamed:
-    """Another registry's metrics under vLLM's prefix."""
+    """Repeats another registry's metrics under vLLM's prefix."""
 
     def __init__(self, source: CollectorRegistry):
         self._source = source

@@ -13,7 +13,7 @@ class Refusal(Exception):
     """Ends a call with a status.
 
     Args:
-      code: of the status.
+      code: the status's.
       message: one line; the middle of a very long one is left out.
       field: of the request, in dots, where one is at fault.
       retry_after: seconds after which trying again makes sense.
@@ -25,7 +25,7 @@ class Refusal(Exception):
         self.code, self.message, self.field, self.retry_after = code, message, field, retry_after
 
     def status(self) -> object:
-        """For `context.abort_with_status`: carries google.rpc.BadRequest and RetryInfo where they apply."""
+        """Makes what `context.abort_with_status` takes, with google.rpc.BadRequest and RetryInfo where they apply."""
         details = []
         if self.field:
             violation = error_details_pb2.BadRequest.FieldViolation(field=self.field, description=self.message)
@@ -35,13 +35,13 @@ class Refusal(Exception):
             delay.FromMilliseconds(round(self.retry_after * 1000))
             details.append(error_details_pb2.RetryInfo(retry_delay=delay))
         packed = [any_pb2.Any() for _ in details]
-        for box, detail in zip(packed, details, strict=True):
-            box.Pack(detail)
+        for message, detail in zip(packed, details, strict=True):
+            message.Pack(detail)
         return rpc_status.to_status(status_pb2.Status(code=self.code.value[0], message=self.message, details=packed))
 
 
 def invalid(field: str, found: object, expected: str) -> Refusal:
-    """INVALID_ARGUMENT for a field of the request."""
+    """Makes an INVALID_ARGUMENT for a field of the request."""
     return Refusal(StatusCode.INVALID_ARGUMENT, f"{field}: found {found}, expected {expected}", field=field)
 
 

@@ -42,7 +42,7 @@ class Security:
             raise ValueError("--tls-client-ca: found without --tls-cert and --tls-key, expected with them")
 
     def credentials(self) -> grpc.ServerCredentials | None:
-        """For a TLS port; None for a plaintext one.
+        """Makes the credentials of a TLS port; returns None for a plaintext one.
 
         Raises:
           OSError: a file can't be read.
@@ -81,7 +81,7 @@ class Security:
             )
 
     def warning(self, host: str) -> str | None:
-        """What is unsafe about listening on `host`; None if nothing is."""
+        """Says what is unsafe about listening on `host`; returns None if nothing is."""
         if is_loopback(host):
             return None
         open_ = []
@@ -93,7 +93,7 @@ class Security:
 
 
 def read_token(option: str, path: Path) -> str:
-    """The token that a file holds.
+    """Reads the token that a file holds.
 
     Raises:
       OSError: the file can't be read.
@@ -112,7 +112,7 @@ def read_token(option: str, path: Path) -> str:
 
 
 def read_authority(option: str, path: Path) -> bytes:
-    """The PEM data of the certificates that others' are checked with.
+    """Reads the PEM data of the certificates that others' are checked with.
 
     Raises:
       OSError: the file can't be read.

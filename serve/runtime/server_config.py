@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jaxspec.serve.cli.options import within
+from jaxspec.serve.checks import within
 from jaxspec.serve.runtime.security import Security, is_loopback
 
 LONGEST_SECONDS = 7 * 86400.0
@@ -16,15 +16,15 @@ class ServerConfig:
     """All settings of a server beside the engine's.
 
     Attributes:
-      name: that clients know the model by.
+      name: the one that clients know the model by.
       default_sampling: arguments of SamplingParams for what a request leaves unset.
       host, port: where gRPC listens; port 0 takes a free one.
       dialect: another API beside our own, on its own port of the same host; None offers none.
       dialect_port: of that API; 0 takes a free one.
       target: folder of the converted target, for those who ask for its tokenizer.
-      security: of that port.
+      security: who may call, on all ports but the one for metrics.
       queue: answers that may wait beside those in slots.
-      max_message_bytes: of a request.
+      max_message_bytes: a request may be no larger.
       max_request_seconds: a request may take no longer, queueing included.
       stalled_seconds: a client that takes nothing for so long is dropped.
       stuck_seconds: a step that takes longer, compiling apart, makes the server unhealthy.
@@ -55,7 +55,7 @@ class ServerConfig:
     profile_folder: Path | None = None
 
     def warnings(self) -> Iterator[str]:
-        """What is unsafe, or can't work, about how it listens."""
+        """Says what is unsafe, or can't work, about how the server listens."""
         if warning := self.security.warning(self.host):
             yield warning
         if self.metrics_port is not None and not is_loopback(self.host):

@@ -12,7 +12,7 @@ class Tracing:
 
     @contextmanager
     def span(self, method: str, metadata: Mapping[str, Any]) -> Iterator[None]:
-        """Around a call; `method` as in "/package.Service/Method", `metadata` may name the caller's own span."""
+        """Stands around a call; `method` as in "/package.Service/Method", `metadata` may name the caller's own span."""
         yield
 
     def annotate(self, attributes: Mapping[str, Any]) -> None:
@@ -26,7 +26,7 @@ class Tracing:
 
 
 class OpenTelemetry(Tracing):
-    """Sends spans somewhere.
+    """Sends spans through one of OpenTelemetry's exporters.
 
     Args:
       exporter: OpenTelemetry's span exporter.

@@ -1,9 +1,12 @@
 """Compiling before serving, so that no request waits for a program."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
 from jaxspec.config import SamplingParams
+
+if TYPE_CHECKING:
+    from jaxspec.engine.engine import Engine
 
 WARM_UPS = ("first", "all")
 # Greedy, sampled, and sampled from the likeliest.
@@ -14,7 +17,7 @@ KINDS = tuple(
 SMALLEST_PROMPT = 32  # tokens
 
 
-def warm_up(engine: Any, extent: str) -> None:
+def warm_up(engine: "Engine", extent: str) -> None:
     """Compiles the programs of one short greedy request, or those of every batch size, prompt length and of `KINDS`.
 
     Programs for longer contexts, penalties, log-probabilities and grammars are still compiled when first asked for.
@@ -35,13 +38,13 @@ def warm_up(engine: Any, extent: str) -> None:
             _generate(engine, [[0] * (length + 1)] * batch, one_token)
 
 
-def _generate(engine: Any, prompts: list[list[int]], sampling: SamplingParams) -> None:
+def _generate(engine: "Engine", prompts: list[list[int]], sampling: SamplingParams) -> None:
     engine.generate(prompts, sampling)
     engine.forget_prefixes()  # or the next prompts would be processed in smaller chunks
 
 
 def _prompt_lengths(longest: int) -> Iterator[int]:
-    """One for each size of chunk that prompts are processed in."""
+    """Yields a length for each size of chunk that prompts are processed in."""
     length = SMALLEST_PROMPT
     while length < longest:
         yield length

@@ -7,6 +7,7 @@ from typing import Any
 
 from grpc import StatusCode
 
+from jaxspec.engine.engine import Engine
 from jaxspec.serve.requests.open_requests import OpenRequests
 from jaxspec.serve.runtime.engine_thread import EngineThread
 from jaxspec.serve.runtime.health import Health
@@ -19,7 +20,7 @@ MAX_IDS = 10_000
 
 
 class AdminService(AdminServiceServicer):
-    """The service over one engine.
+    """Serves operators of one engine.
 
     Args:
       drain_seconds: how long Drain waits where the call doesn't say.
@@ -92,7 +93,7 @@ class AdminService(AdminServiceServicer):
         self._profiling = False
         return pb.StopProfileResponse()
 
-    async def _run(self, name: str, function: Callable[[Any], None]) -> None:
+    async def _run(self, name: str, function: Callable[[Engine], object]) -> None:
         try:
             await self._engine.call(function)
         except (OSError, RuntimeError) as error:

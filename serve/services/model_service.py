@@ -12,13 +12,13 @@ from jaxspec.serve.runtime.health import Health
 from jaxspec.serve.runtime.metrics import Metrics
 from jaxspec.serve.runtime.refusal import invalid
 from jaxspec.serve.runtime.server_config import ServerConfig
-from jaxspec.serve.services.generation_service import statistics_message
+from jaxspec.serve.services.messages import statistics_message
 from jaxspec.v1 import generation_pb2, model_pb2
 from jaxspec.v1.model_pb2_grpc import ModelServiceServicer
 
 
 class ModelService(ModelServiceServicer):
-    """The service over one engine.
+    """Tells clients about one engine and its model.
 
     Args:
       model: gives what is served, or raises Refusal while there is nothing yet.
@@ -37,7 +37,7 @@ class ModelService(ModelServiceServicer):
         self._began = time.monotonic()
 
     async def GetModelInfo(self, request: Any, context: Any) -> model_pb2.GetModelInfoResponse:
-        """Name, limits, and the fields that are supported."""
+        """Tells the model's name, its limits, and the fields that are supported."""
         model = self._model()
         engine, config = model.engine, model.engine.target.config
         info = model_pb2.GetModelInfoResponse(
@@ -58,7 +58,7 @@ class ModelService(ModelServiceServicer):
         return info
 
     async def GetServerInfo(self, request: Any, context: Any) -> model_pb2.GetServerInfoResponse:
-        """Versions, devices, state and limits; what is not known before loading is empty until then."""
+        """Tells versions, devices, state and limits; what is not known before loading is empty until then."""
         info = model_pb2.GetServerInfoResponse(
             version=_version("jaxspec"),
             jax_version=_version("jax"),
@@ -76,7 +76,7 @@ class ModelService(ModelServiceServicer):
         return info
 
     async def GetLoad(self, request: Any, context: Any) -> model_pb2.GetLoadResponse:
-        """How busy the engine is."""
+        """Tells how busy the engine is."""
         engine = self._model().engine
         load = engine.load
         return model_pb2.GetLoadResponse(
@@ -89,12 +89,12 @@ class ModelService(ModelServiceServicer):
         )
 
     async def Tokenize(self, request: model_pb2.TokenizeRequest, context: Any) -> model_pb2.TokenizeResponse:
-        """Text or a conversation to token ids."""
+        """Turns text or a conversation into token ids."""
         _, ids = await self._model().prompts.read(request)
         return model_pb2.TokenizeResponse(token_ids=ids)
 
     async def Detokenize(self, request: model_pb2.DetokenizeRequest, context: Any) -> model_pb2.DetokenizeResponse:
-        """Token ids to text."""
+        """Turns token ids into text."""
         model = self._model()
         if len(request.token_ids) > model.max_context:
             raise invalid("token_ids", f"{len(request.token_ids)} ids", f"at most {model.max_context} (context limit)")

@@ -46,7 +46,7 @@ ALL_TOKENS = 2**32 - 1  # top_k = -1
 
 
 def to_request(theirs: vllm_engine_pb2.GenerateRequest) -> GenerateRequest:
-    """The same request for our own service, which answers with token ids.
+    """Translates a request into one for our own service, which answers with token ids.
 
     Raises:
       Refusal: naming a field that has no counterpart, or a value out of its range.
@@ -76,7 +76,7 @@ def to_request(theirs: vllm_engine_pb2.GenerateRequest) -> GenerateRequest:
 
 
 def chunk(piece: Piece, prompt: Sequence[int], completion_tokens: int) -> Any:
-    """New tokens of one choice."""
+    """Tells the new tokens of one choice."""
     return vllm_engine_pb2.GenerateResponse(
         chunk=vllm_engine_pb2.GenerateStreamChunk(
             token_ids=piece.tokens,
@@ -90,7 +90,7 @@ def chunk(piece: Piece, prompt: Sequence[int], completion_tokens: int) -> Any:
 
 
 def complete(whole: Piece, ending: Ending, prompt: Sequence[int], statistics: RequestStatistics) -> Any:
-    """The end of one choice.
+    """Tells the end of one choice.
 
     Args:
       whole: all its pieces joined; without log-probabilities where chunks brought them.

@@ -33,7 +33,7 @@ class VllmService(vllm_engine_pb2_grpc.VllmEngineServicer):
     Args:
       answerer: answers.
       model: gives what is served, or raises Refusal while there is nothing yet.
-      requests: that are open.
+      requests: those that are open.
       health: the server's state.
       target: folder of the converted target, whose tokenizer the gateway asks for.
     """
@@ -51,7 +51,7 @@ class VllmService(vllm_engine_pb2_grpc.VllmEngineServicer):
         self._began = time.monotonic()
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> None:
-        """Chunks where the request streams, then one complete message for each choice."""
+        """Sends chunks where the request streams, then one complete message for each choice."""
         async with self._answerer.answering(to_request(request), context) as answering:
             # On its own: gRPC can't tell a client that takes nothing how its call ended before this is out.
             await context.send_initial_metadata(())
@@ -69,21 +69,21 @@ class VllmService(vllm_engine_pb2_grpc.VllmEngineServicer):
                     await self._answerer.write(context, complete(whole, piece.ending, answering.prompt, statistics))
 
     async def Embed(self, request: Any, context: Any) -> Any:
-        """A generating model embeds nothing."""
+        """Refuses, since a generating model embeds nothing."""
         raise Refusal(StatusCode.UNIMPLEMENTED, "Embed: this server generates only")
 
     async def HealthCheck(self, request: Any, context: Any) -> pb.HealthCheckResponse:
-        """Whether requests are taken."""
+        """Tells whether requests are taken."""
         state = self._health.state
         return pb.HealthCheckResponse(healthy=state is State.SERVING, message=state.value)
 
     async def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:
-        """Ends requests; ids that are not open are none of its business."""
+        """Ends requests; ids that are not open are passed over."""
         self._requests.abort(request.request_ids)
         return pb.AbortResponse()
 
     async def GetModelInfo(self, request: Any, context: Any) -> pb.GetModelInfoResponse:
-        """Name, sizes and special tokens."""
+        """Tells name, sizes and special tokens."""
         model = self._model()
         config = model.engine.target.config
         return pb.GetModelInfoResponse(
@@ -100,7 +100,7 @@ class VllmService(vllm_engine_pb2_grpc.VllmEngineServicer):
         )
 
     async def GetServerInfo(self, request: Any, context: Any) -> pb.GetServerInfoResponse:
-        """How much runs, and for how long."""
+        """Tells how much runs, and for how long the server has."""
         model = self._model()
         return pb.GetServerInfoResponse(
             active_requests=len(self._requests),
@@ -113,7 +113,7 @@ class VllmService(vllm_engine_pb2_grpc.VllmEngineServicer):
         )
 
     async def GetLoads(self, request: Any, context: Any) -> pb.GetLoadsResponse:
-        """How busy the engine is."""
+        """Tells how busy the engine is."""
         engine = self._model().engine
         load, page_size = engine.load, engine.config.page_size
         rank = pb.SchedulerLoad(
@@ -129,7 +129,7 @@ class VllmService(vllm_engine_pb2_grpc.VllmEngineServicer):
         return pb.GetLoadsResponse(timestamp=datetime.now(UTC).isoformat(), dp_rank_count=1, loads=[rank])
 
     async def GetTokenizer(self, request: Any, context: Any) -> None:
-        """A zip of the tokenizer's files, in parts; its digest comes with the last."""
+        """Sends a zip of the tokenizer's files, in parts; its digest comes with the last."""
         data = await asyncio.to_thread(tokenizer_zip, self._target)
         for start in range(0, len(data), CHUNK_BYTES):
             last = start + CHUNK_BYTES >= len(data)
@@ -138,24 +138,24 @@ class VllmService(vllm_engine_pb2_grpc.VllmEngineServicer):
             await self._answerer.write(context, part)
 
     async def SubscribeKvEvents(self, request: Any, context: Any) -> None:
-        """No prefixes are announced."""
+        """Refuses, since no prefixes are announced."""
         raise Refusal(StatusCode.UNIMPLEMENTED, "SubscribeKvEvents: this server announces no prefixes")
 
     async def FlushCache(self, request: Any, context: Any) -> Any:
-        """For operators only."""
+        """Refuses: this is for operators, at jaxspec.v1.AdminService."""
         raise _for_operators("FlushCache")
 
     async def StartProfile(self, request: Any, context: Any) -> Any:
-        """For operators only."""
+        """Refuses: this is for operators, at jaxspec.v1.AdminService."""
         raise _for_operators("StartProfile")
 
     async def StopProfile(self, request: Any, context: Any) -> Any:
-        """For operators only."""
+        """Refuses: this is for operators, at jaxspec.v1.AdminService."""
         raise _for_operators("StopProfile")
 
 
 def tokenizer_zip(target: Path) -> bytes:
-    """The files that a client builds the target's tokenizer from: equal bytes for equal files."""
+    """Packs the files that a client builds the target's tokenizer from; equal files give equal bytes."""
     config = json.loads((target / "jaxspec.json").read_text(encoding="utf-8"))["config"]
     files = {path.name: path.read_bytes() for path in (target / "tokenizer").iterdir() if path.is_file()}
     files.setdefault("config.json", json.dumps(config).encode())

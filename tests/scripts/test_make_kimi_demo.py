@@ -17,7 +17,7 @@ from jaxspec.engine.engine import Engine
 from jaxspec.model.checkpoint.loading import load_target
 from jaxspec.model.checkpoint.sources import open_source
 from jaxspec.model.quantization import fp8, int4
-from jaxspec.serve.cli.packaged import converted
+from jaxspec.serve.cli.demo_model import converted
 from jaxspec.sharding.mesh import make_mesh
 from scripts.make_kimi_demo import Form, app, write_kimi_demo
 from tests.support.published import write_byte_tokenizer, write_model

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import grpc
 import numpy as np
 
+from jaxspec.engine.finish_reason import FinishReason
 from jaxspec.engine.request import EngineLoad, RequestOutput, RequestStatistics, RoundCounts
 from jaxspec.serve.runtime.server_config import ServerConfig
 from jaxspec.serve.server import Server
@@ -71,14 +72,14 @@ class ScriptedEngine:
         outputs = []
         for request_id, (done, limit) in list(self._open.items())[: self.config.slots]:
             if limit < 0:
-                outputs.append(RequestOutput(request_id, [], "abort", RequestStatistics()))
+                outputs.append(RequestOutput(request_id, [], FinishReason.ABORT, RequestStatistics()))
                 del self._open[request_id]
                 continue
             tokens = [self._letters[place % 26] for place in range(done, min(done + 2, limit))]
             rounds = (RoundCounts(len(tokens), len(tokens) - 1, 1),)
             self._open[request_id][0] += len(tokens)
             ended = self._open[request_id][0] == limit
-            reason, statistics = ("length", RequestStatistics()) if ended else (None, None)
+            reason, statistics = (FinishReason.LENGTH, RequestStatistics()) if ended else (None, None)
             outputs.append(RequestOutput(request_id, tokens, reason, statistics, rounds))
             if ended:
                 del self._open[request_id]

@@ -9,10 +9,10 @@ import threading
 import time
 from pathlib import Path
 
-from jaxspec.serve.cli.packaged import converted
+from jaxspec.serve.cli.demo_model import converted
 from tests.support.published import write_byte_tokenizer, write_model
 
-CONTEXT = 1024
+CONTEXT, SLOTS, QUEUE = 1024, 2, 8
 SIZES = {
     "vocab_size": 258,
     "hidden_size": 32,

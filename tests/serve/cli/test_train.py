@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jaxspec.serve.cli.app import main
-from jaxspec.serve.cli.packaged import converted
+from jaxspec.serve.cli.demo_model import converted
 from tests.support.published import write_byte_tokenizer, write_model
 
 CONFIG = {

@@ -2,12 +2,12 @@
 
 import pytest
 
-from jaxspec.serve.client.load import Seen
+from jaxspec.serve.client.load import Observation
 from jaxspec.serve.client.load_report import plot, summarise
 
 
 def seen(began, *deliveries, ended, code="OK", **speculation):
-    return Seen(began, list(deliveries), ended, code, **speculation)
+    return Observation(began, list(deliveries), ended, code, **speculation)
 
 
 FIRST = seen(

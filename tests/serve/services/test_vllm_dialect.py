@@ -5,6 +5,7 @@ from google.protobuf import json_format
 from grpc import StatusCode
 from smg_grpc_proto import vllm_engine_pb2
 
+from jaxspec.engine.finish_reason import FinishReason
 from jaxspec.engine.request import RequestStatistics, RoundCounts
 from jaxspec.serve.requests.streams import Ending, Piece
 from jaxspec.serve.runtime.refusal import Refusal
@@ -107,7 +108,8 @@ def test_the_end_carries_what_speculation_did():
     statistics = RequestStatistics()
     for accepted in (2, 0):
         statistics.record(RoundCounts(accepted + 1, accepted, 6), depth=3)
-    message = complete(Piece(1, tokens=[5, 6, 7, 8]), Ending("stop", stop_string="x"), range(9), statistics).complete
+    ending = Ending(FinishReason.STOP, stop_string="x")
+    message = complete(Piece(1, tokens=[5, 6, 7, 8]), ending, range(9), statistics).complete
     assert json_format.MessageToDict(message, preserving_proto_field_name=True) == {
         "output_ids": [5, 6, 7, 8],
         "finish_reason": "stop",
@@ -118,7 +120,5 @@ def test_the_end_carries_what_speculation_did():
         "spec_accepted_tokens": 2,
         "spec_draft_tokens": 12,
     }
-    assert (
-        complete(Piece(0, tokens=[5]), Ending("stop", stop_token_id=5), range(9), statistics).complete.matched_token_id
-        == 5
-    )
+    ending = Ending(FinishReason.STOP, stop_token_id=5)
+    assert complete(Piece(0, tokens=[5]), ending, range(9), statistics).complete.matched_token_id == 5

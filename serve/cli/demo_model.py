@@ -8,7 +8,7 @@ FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def packaged_gguf() -> Path:
-    """SmolLM2-135M-Instruct (Apache-2.0), found without importing the package: its own dependencies are not needed.
+    """Finds SmolLM2-135M-Instruct (Apache-2.0) without importing its package, whose own dependencies are not needed.
 
     Raises:
       FileNotFoundError: the package is not installed.

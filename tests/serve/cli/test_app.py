@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from jaxspec.serve.cli.app import app
 
 COMMANDS = ["convert", "generate", "plan", "serve", "chat", "train", "bench", "bench serve", "evaluate"]
-HEAVY = {"jax", "flax", "orbax", "grpc", "google.protobuf", "matplotlib"}
+HEAVY = {"jax", "flax", "orbax", "grpc", "google.protobuf", "tokenizers", "llguidance", "numpy", "matplotlib"}
 
 
 def test_help_needs_nothing_heavy():

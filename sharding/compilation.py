@@ -19,23 +19,30 @@ def specs_of(tree: Any) -> Any:
     return jax.tree.map(spec, tree)
 
 
+def jit_on_mesh(
+    body: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any, donate: tuple[int, ...] = ()
+) -> Any:
+    """`jax.jit` of what each device of `mesh` runs: `body` sees one device's part of each argument.
+
+    Args:
+      in_specs, out_specs: how arguments and results are split over the mesh, a tree or a prefix of one; `REPLICATED`
+        for what is equal on all devices.
+      donate: places of the arguments whose memory the results may take.
+    """
+    # Replicated results are equal on all devices by construction; the checker cannot see that of gathered ones.
+    program = jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    return jax.jit(program, donate_argnums=donate)
+
+
 def lower_on_mesh(
     body: Callable[..., Any], mesh: Mesh, arguments: tuple[Any, ...], out_specs: Any, donate: tuple[int, ...] = ()
 ) -> Any:
-    """Traces and lowers `body`, which sees one device's part of each argument.
+    """Lowers `jit_on_mesh` of `body` for these very arguments, arrays on the mesh or on the host.
 
-    Args:
-      body: runs inside `jax.shard_map` over `mesh`.
-      arguments: arrays, or their shapes, as the program will be called; their partition is theirs in the program.
-      out_specs: how the results are split over the mesh, a tree or a prefix of one; `REPLICATED` for what is equal on
-        all devices.
-      donate: places of the arguments whose memory the results may take.
     Returns:
       what `jax.jit(...).lower` gives: compile it, or read it.
     """
-    # Replicated results are equal on all devices by construction; the checker cannot see that of gathered ones.
-    program = jax.shard_map(body, mesh=mesh, in_specs=specs_of(arguments), out_specs=out_specs, check_vma=False)
-    return jax.jit(program, donate_argnums=donate).lower(*arguments)
+    return jit_on_mesh(body, mesh, specs_of(arguments), out_specs, donate).lower(*arguments)
 
 
 def compile_on_mesh(
@@ -46,7 +53,7 @@ def compile_on_mesh(
     donate: tuple[int, ...] = (),
     options: Mapping[str, str | bool] | None = None,
 ) -> Callable[..., Any]:
-    """Compiles `body` for `mesh`; see `lower_on_mesh`.
+    """Compiles `body` for these very arguments; see `jit_on_mesh`.
 
     Args:
       options: of XLA, beside the defaults.

@@ -12,6 +12,8 @@ from jaxspec.model.families.config import DFlashConfig
 from jaxspec.model.families.dflash import DFlashDrafter, layout_of
 from jaxspec.model.families.llama import LlamaForCausalLM
 from jaxspec.model.layers.parameters import fill, weight_specs
+from jaxspec.sharding.compilation import REPLICATED, jit_on_mesh
+from jaxspec.sharding.mesh import make_mesh
 from jaxspec.training.loss import Tally, TrainingBatch, drafter_loss, sample_anchors, tapped_features
 
 # A drafter's weights by name, float32 while it trains.
@@ -96,8 +98,10 @@ class Trainer:
         self._optimiser = make_optimiser(optimiser)
         self._target = FlatModule(target)
         self._dtype = target.embed_tokens.weight.dtype
-        self._step = jax.jit(self._update, donate_argnums=0)
-        self._evaluate = jax.jit(self._measure)
+        mesh = make_mesh(1)
+        # Compiled for each padded length when the first batch of it comes.
+        self._step = jit_on_mesh(self._update, mesh, REPLICATED, REPLICATED, donate=(0,))
+        self._evaluate = jit_on_mesh(self._measure, mesh, REPLICATED, REPLICATED)
 
     def initial_state(self) -> TrainingState:
         """The state before the first step."""

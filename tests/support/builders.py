@@ -15,7 +15,7 @@ from jaxspec.engine.modules import FlatModule
 from jaxspec.model.families import dflash, llama
 from jaxspec.model.families.config import DFlashConfig, ModelConfig, RopeConfig
 from jaxspec.model.layers.parameters import fill, weight
-from jaxspec.sharding.compilation import REPLICATED, specs_of
+from jaxspec.sharding.compilation import REPLICATED, jit_on_mesh, specs_of
 from jaxspec.sharding.layout import Layout
 from jaxspec.sharding.mesh import make_mesh
 from jaxspec.speculation.drafting import Drafting, dflash_drafting
@@ -101,16 +101,11 @@ def on_mesh(devices: int, module: nnx.Module, body: Callable[..., Any]) -> Calla
     """Compiles `body(module, *arguments)`, arguments and results replicated, as each device of the mesh runs it."""
     flat = FlatModule(module)
 
-    def run(leaves: tuple[jax.Array, ...], *arguments: Any) -> Any:
+    def run(leaves: tuple[jax.Array, ...], arguments: tuple[Any, ...]) -> Any:
         return body(flat.holding(leaves), *arguments)
 
-    @jax.jit
-    def call(leaves: tuple[jax.Array, ...], *arguments: Any) -> Any:
-        specs = (specs_of(flat.leaves), *[REPLICATED] * len(arguments))
-        mapped = jax.shard_map(run, mesh=make_mesh(devices), in_specs=specs, out_specs=REPLICATED, check_vma=False)
-        return mapped(leaves, *arguments)
-
-    return lambda *arguments: call(flat.leaves, *arguments)
+    program = jit_on_mesh(run, make_mesh(devices), (specs_of(flat.leaves), REPLICATED), REPLICATED)
+    return lambda *arguments: program(flat.leaves, arguments)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jaxspec.sharding import collectives
+from jaxspec.sharding.compilation import REPLICATED, jit_on_mesh
 from jaxspec.sharding.mesh import TENSOR_AXIS, make_mesh
 from jaxspec.sharding.vocab_shard import VocabShard
 
@@ -18,15 +19,13 @@ VOCAB = 48
 
 def run(devices: int, function: Callable[..., Any], array: np.ndarray) -> Any:
     """`function(vocabulary, part)` on every device; asserts that all devices return the same."""
-    spec = PartitionSpec(None, TENSOR_AXIS) if devices > 1 else PartitionSpec()
-    body = jax.shard_map(
-        lambda part: jax.tree.map(lambda x: x[None], function(VocabShard(array.shape[-1], devices > 1), part)),
-        mesh=make_mesh(devices),
-        in_specs=spec,
-        out_specs=PartitionSpec(TENSOR_AXIS),
-        check_vma=False,
-    )
-    copies = jax.tree.map(np.asarray, jax.jit(body)(array))
+    spec = PartitionSpec(None, TENSOR_AXIS) if devices > 1 else REPLICATED
+
+    def body(part: jax.Array) -> Any:
+        return jax.tree.map(lambda x: x[None], function(VocabShard(array.shape[-1], devices > 1), part))
+
+    program = jit_on_mesh(body, make_mesh(devices), spec, PartitionSpec(TENSOR_AXIS))
+    copies = jax.tree.map(np.asarray, program(array))
     for copy in jax.tree.leaves(copies):
         assert len(copy) == devices
         np.testing.assert_array_equal(copy, np.broadcast_to(copy[:1], copy.shape))

@@ -17,6 +17,7 @@ from jaxspec.config import EngineConfig, SamplingParams, SpeculationConfig
 from jaxspec.engine.engine import Engine
 from jaxspec.model.layers.batch import ForwardBatch
 from jaxspec.model.layers.cache import empty_cache
+from jaxspec.sharding.compilation import REPLICATED, jit_on_mesh
 from jaxspec.sharding.mesh import TENSOR_AXIS, make_mesh
 from jaxspec.sharding.vocab_shard import VocabShard
 from jaxspec.speculation.sampling import SamplingLevel, gumbel_noise, kept, level_of, sample
@@ -41,16 +42,13 @@ def on_devices(
     devices: int, body: Callable[[jax.Array, VocabShard], Any], scores: np.ndarray, split_result: bool
 ) -> Any:
     """`body(scores of a device, its part of the vocabulary)` with the vocabulary, last, split over the mesh."""
-    split = PartitionSpec(*[None] * (scores.ndim - 1), TENSOR_AXIS) if devices > 1 else PartitionSpec()
-    return jax.jit(
-        jax.shard_map(
-            lambda part: body(part, VocabShard(scores.shape[-1], devices > 1)),
-            mesh=make_mesh(devices),
-            in_specs=split,
-            out_specs=split if split_result else PartitionSpec(),
-            check_vma=False,
-        )
-    )(scores)
+    split = PartitionSpec(*[None] * (scores.ndim - 1), TENSOR_AXIS) if devices > 1 else REPLICATED
+    out_specs = split if split_result else REPLICATED
+
+    def run(part: jax.Array) -> Any:
+        return body(part, VocabShard(scores.shape[-1], devices > 1))
+
+    return jit_on_mesh(run, make_mesh(devices), split, out_specs)(scores)
 
 
 def survivors(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
